@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels import KVCacheLayers, flash_attention, flash_attention_with_kvcache, padded_documents, tiled_attention
+from kernels import KVCacheLayers, flash_attention, flash_attention_with_kvcache, padded_documents
 from kernels.call import autocast_inputs
 
 NAME = "gpt_triton"  # transformers takes every name with "flash" in it for a package of its own list
@@ -195,8 +195,8 @@ def _engine(query: Tensor) -> Callable:
     reason = kernels.why_not("flash", query.dtype, device=query.device, head_dim=query.shape[3])
     if reason is None:
         return flash_attention
-    if query.device.type == "cpu":
-        return tiled_attention
+    if query.device.type == "cpu":  # tiles are a loop over lengths, which a compiler of any length cannot unroll
+        return kernels.naive_attention if torch.compiler.is_compiling() else kernels.tiled_attention
     raise ValueError(f"{reason.partition(';')[0]}; {INSTEAD}")
 
 

@@ -35,6 +35,9 @@ HOLE = (
     f"pad at the ends, pass booleans (B, 1, N, N), or {INSTEAD}"
 )
 
+# without an attention_mask, a model being compiled asks for packed documents, whether there are any or not
+PACKED = "gpt_triton looks for packed documents outside of graphs; compile without fullgraph, or pass an attention_mask"
+
 # model_type of models whose layers add numbers, which they compute from the tokens, to the mask
 OF_NUMBERS = ("doge",)
 # parts of their mask functions that ranges of keys can say
@@ -141,7 +144,7 @@ def _parsed(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
     return _parsed_parts(mask_function)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason=PACKED)
 def _parsed_parts(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
     names, documents, functions = set(), None, [mask_function]
     while functions:
@@ -156,7 +159,7 @@ def _parsed_parts(mask_function: Callable) -> tuple[bool, bool, Tensor | None] |
     return bool(names & CAUSAL), bool(names & WINDOWED), documents
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason=PACKED)
 def documents_of(breaks: Tensor) -> Tensor | None:
     """cu_seqlens of documents that begin in each row and after each break (B, N - 1); None for one document a row.
 

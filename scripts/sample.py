@@ -12,9 +12,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import shorten
 
 import tiktoken
 import torch
@@ -135,6 +135,8 @@ def typed_prompts(tokenizer: tiktoken.Encoding) -> Iterator[list[str]]:
 
     A line that the tokenizer cannot encode is refused by itself.
     """
+    with suppress(ImportError):
+        import readline  # noqa: F401  # lines of any length, where a terminal cuts at 4,095 bytes, and a history
     print("a prompt a line; an empty line ends", file=sys.stderr)
     while True:
         question = "> " if sys.stdout and sys.stdout.isatty() else ""  # a pipe gets the texts and the JSON object alone
@@ -161,7 +163,8 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
     prompts = [tokenizer.encode_ordinary(text) or [tokenizer.eot_token] for text in texts]
     for text, prompt in zip(texts, prompts, strict=True):
         if len(prompt) > model.seq_len:
-            said = f"the prompt {shorten(text, 40, placeholder='...')!r} has {len(prompt):,} tokens"
+            shown = text if len(text) <= 40 else f"{text[:40]}..."
+            said = f"the prompt {shown!r} has {len(prompt):,} tokens"
             print(f"{said}; the model reads the last {model.seq_len:,} of them", file=sys.stderr)
     steps = generate(  # refuses before anything is printed
         model,

@@ -86,7 +86,7 @@ def padding(side: str, rows=3, length=N):
 def pytorch_on_a_cpu(monkeypatch) -> None:
     """What a CPU without Triton's interpreter runs: the mathematics of the kernels in PyTorch."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(huggingface, "_engine", lambda *_: kernels.tiled_attention)
+        monkeypatch.setattr(kernels, "why_not", lambda *_, **__: "the interpreter is off")
         naive = kernels.naive_attention_with_kvcache
         monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", naive)
         monkeypatch.setattr(huggingface, "KVCacheLayers", lambda **options: partial(naive, **options))

@@ -368,6 +368,29 @@ def test_compiled():
     torch.compiler.reset()
 
 
+def test_compiled_with_gradients_of_other_lengths_on_a_cpu(in_pytorch):
+    """As a Trainer's batches are. Without an attention_mask the second is of any length."""
+    model = build("Llama", num_hidden_layers=1)
+    model.set_attn_implementation(huggingface.NAME)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    for length in (21, 30, 25):
+        batch = {"input_ids": tokens(length=length), "use_cache": False}
+        found = []
+        for call in (model, compiled):
+            model.zero_grad()
+            logits = call(**batch).logits
+            logits.square().mean().backward()
+            found.append((logits, [p.grad for p in model.parameters()]))
+        for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+            close(ours, theirs)
+        close(found[0][0], found[1][0])
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph, or pass an attention_mask"):
+        torch.compile(model, backend="eager", fullgraph=True)(**batch)
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
 def test_compiled_with_a_window(in_pytorch):
     model = build("Mistral", num_hidden_layers=1)

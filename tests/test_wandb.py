@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.wandb_stub import WandbStub
 from train import train
 from training.log import ROOT
 from training.stop import shell_command
-from training.wandb_run import LoggerConfig, _can_write_below_home, start_wandb
+from training.wandb_run import LoggerConfig, _can_write_below_home, start_wandb, wandb_mode
 
 REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -23,7 +24,7 @@ DESCRIPTION = {"settings": {}, "provenance": {"commit": COMMIT}}  # of a run
 
 # Reads lives of a run from stdin, one JSON object a line, forks a child for each and prints how it ended: everything is
 # imported once. `dies` is the step at which the child kills itself (0: never), `with_wandb` whether wandb's own process
-# dies with it, as when the machine does.
+# dies with it, as when the machine does, or None: it has all in its files before.
 LIVES = """
 import gc, json, os, signal, sys
 from pathlib import Path
@@ -41,7 +42,9 @@ def live(settings, run, dies, with_wandb):
     def die(self, step, values):
         metrics(self, step, values)
         if step == dies:
-            if with_wandb:
+            if with_wandb is None:
+                self._wandb.finish()
+            elif with_wandb:
                 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
                 assert children, "wandb has no process of its own"
                 for child in children:
@@ -99,7 +102,7 @@ class Lives:
     def __exit__(self, *exc_info: object) -> None:
         self._process.communicate(timeout=60)
 
-    def live(self, run: str, *, dies: int, mode: str, with_wandb: bool = True) -> None:
+    def live(self, run: str, *, dies: int, mode: str, with_wandb: bool | None = True) -> None:
         plan = {"run": run, "dies": dies, "mode": mode, "with_wandb": with_wandb}
         self._process.stdin.write(json.dumps(plan) + "\n")
         self._process.stdin.flush()
@@ -149,27 +152,35 @@ def test_three_crashes_leave_one_history(server, lives):
     assert [row["train/loss"] for row in history] == pytest.approx([record["loss"] for record in logged])
 
 
-def test_offline_the_last_folder_holds_the_whole_run(server, lives):
-    """Nobody knows what was synchronised before, so every life begins the offline copy anew."""
-    lives.live("offline", dies=8, mode="offline")
+def test_offline_each_step_is_synchronised_once(server, lives):
+    """A life begins the offline copy anew, but for what a `wandb sync` has sent: that cannot be taken back."""
+    run_dir, before = lives.folder / "offline", set(server.lines)
+
+    def synchronised() -> list[int]:
+        folder = max(run_dir.glob("wandb/offline-run-*"))
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", "--project", "flashgpt", str(folder)],
+            cwd=lives.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment(server.url),
+        )
+        assert done.returncode == 0, done.stderr
+        (run,) = set(server.lines) - before
+        assert run == (run_dir / "wandb_id").read_text().split()[0]
+        return steps(server.history(run))
+
+    lives.live("offline", dies=5, mode="offline")
+    lives.live("offline", dies=8, mode="offline", with_wandb=None)
+    assert len(list(run_dir.glob("wandb/offline-run-*"))) == 1
+    assert synchronised() == list(range(1, 9))
+    lives.live("offline", dies=11, mode="offline")  # from step 6, and 9 is the first that is new
     lives.live("offline", dies=0, mode="offline")
-    (folder,) = (lives.folder / "offline" / "wandb").glob("offline-run-*")
-    kept = b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    assert synchronised() == steps(written(run_dir)) == list(range(1, 13))
+    kept = b"".join(file.read_bytes() for file in run_dir.glob("wandb/*/**/*") if file.is_file())
     assert COMMIT.encode() in kept
     assert b"somebodys" not in kept  # of the remote of the repository that the run was started in
-    before = set(server.lines)
-    done = subprocess.run(
-        [sys.executable, "-m", "wandb", "sync", "--project", "flashgpt", str(folder)],
-        cwd=lives.folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(server.url),
-    )
-    assert done.returncode == 0, done.stderr
-    (run,) = set(server.lines) - before
-    assert run == (lives.folder / "offline" / "wandb_id").read_text().strip()
-    assert steps(server.history(run)) == steps(written(lives.folder / "offline")) == list(range(1, 13))
 
 
 class Recorded:
@@ -245,12 +256,22 @@ def test_the_run_has_the_names_that_were_chosen(tmp_path, begun, chosen, swept, 
     assert found == tuple(text and text.format(parent=tmp_path.name) for text in expected)
 
 
+def test_a_run_that_nobody_named_has_the_environments_names(tmp_path, begun, monkeypatch):
+    """As in every program with wandb."""
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_NAME", "run 7")
+    for chosen in ({}, {"project": "mine", "name": "first try"}):
+        start_wandb(tmp_path, LoggerConfig(**chosen), "offline", "", DESCRIPTION, resume=False)
+    found = [tuple(run.options[key] for key in ("project", "name")) for run in begun]
+    assert found == [("theirs", "run 7"), ("mine", "first try")]
+
+
 def test_an_id_that_a_power_cut_damaged_is_replaced(tmp_path, begun):
     """A resumed run whose id is none would else be refused, or go on without wandb, at each start."""
     for content in (b"\xff\xfe", bytes(8), b""):
         (tmp_path / "wandb_id").write_bytes(content)
         start_wandb(tmp_path, LoggerConfig(), "offline", "", DESCRIPTION, resume=True)
-        written = (tmp_path / "wandb_id").read_text().strip()
+        written = (tmp_path / "wandb_id").read_text().split()[0]
         assert re.fullmatch("[0-9a-f]{8}", written)
         start_wandb(tmp_path, LoggerConfig(), "offline", "", DESCRIPTION, resume=True)
         assert [run.options["id"] for run in begun[-2:]] == [written, written]
@@ -262,7 +283,7 @@ def test_a_home_that_cannot_be_written_leaves_the_console_to_the_run(tmp_path, q
     (tmp_path / "a file").touch()
     code = f"""
 from tests.test_wandb import *
-run, _ = start_wandb(Path({str(tmp_path)!r}), LoggerConfig(), "offline", "", DESCRIPTION, resume=False)
+run, *_ = start_wandb(Path({str(tmp_path)!r}), LoggerConfig(), "offline", "", DESCRIPTION, resume=False)
 run.finish()
 """
     inherited = environment("http://127.0.0.1:9")
@@ -291,3 +312,52 @@ def test_the_home_of_another_user_is_no_place_for_logs(tmp_path, monkeypatch):
     monkeypatch.setattr("os.stat", closed)
     monkeypatch.setattr("os.mkdir", closed)
     assert not _can_write_below_home()
+
+
+def test_a_run_that_does_not_start_leaves_the_one_before_its_folder(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise RuntimeError("Invalid project\nname")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    (tmp_path / "wandb_id").write_text("abcdefgh")
+    (tmp_path / "wandb" / "offline-run-20260101_000000-abcdefgh").mkdir(parents=True)
+    start = partial(start_wandb, tmp_path, mode="offline", why="", description=DESCRIPTION, resume=True)
+    run, said, _ = start(config=LoggerConfig())
+    assert (run, said) == (None, "wandb failed to start (RuntimeError: Invalid project name); going on without it")
+    with pytest.raises(ValueError, match=r"^logger.wandb=offline but wandb failed to start .*logger.wandb=disabled$"):
+        start(config=LoggerConfig(wandb="offline"))
+    assert [path.name for path in tmp_path.glob("wandb/*")] == ["offline-run-20260101_000000-abcdefgh"]
+
+
+def test_wandb_that_cannot_be_imported_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run, said, _ = start_wandb(tmp_path, LoggerConfig(), "offline", "", DESCRIPTION, resume=False)
+    assert run is None
+    assert said.startswith("wandb failed to start (ModuleNotFoundError: ")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert wandb_mode(LoggerConfig()) == ("disabled", "auto: wandb is not installed")
+    with pytest.raises(ValueError, match=r"^logger.wandb=offline but wandb is not installed; "):
+        wandb_mode(LoggerConfig(wandb="offline"))
+
+
+def test_what_wandb_was_told_before_is_heard(tmp_path, monkeypatch):
+    """By `wandb login --host`, for the user, and by `wandb disabled` and `wandb online`, for a folder."""
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1\n  login user\n  password " + "0" * 40 + "\n")
+    assert wandb_mode(LoggerConfig()) == ("offline", "auto: no login was found")
+    for folder, content in ((".config/wandb", "[default]\nbase_url = http://127.0.0.1:9\n"), ("wandb", "[default]\n")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "settings").write_text(content)
+    mode, why = wandb_mode(LoggerConfig())
+    assert (mode, why.split(" (")[0]) == ("offline", "auto: http://127.0.0.1:9 does not answer")
+    for said in ("disabled", "offline"):
+        (tmp_path / "wandb" / "settings").write_text(f"[default]\nmode = {said}\n")
+        assert wandb_mode(LoggerConfig()) == (said, f"wandb's settings: mode={said}")
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = online\n")
+    assert wandb_mode(LoggerConfig())[1].startswith("auto: http://127.0.0.1:9 does not answer")
+    (tmp_path / "wandb" / "settings").write_text("no section")
+    assert wandb_mode(LoggerConfig())[0] == "offline"

@@ -99,9 +99,10 @@ class RunLog:
         self.picture = LossPicture(run_dir, self.say)
         self._first_step, self._steps = first_step, steps
         self._paced_from: tuple[int, float] | None = None  # step and time of the first line, which compiled
-        self._wandb, self.wandb_note = start_wandb(run_dir, config, *wandb, description, resume=resume)
-        # what a killed process had not sent; offline, where that is unknown, the whole run
-        self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])
+        self._wandb, self.wandb_note, self._sent = start_wandb(
+            run_dir, config, *wandb, description, resume=resume, recorded=self._file.last
+        )
+        self._send(*self._file.before())  # what a killed process had not sent
         # an invisible bar would still lock, copy and time itself at every step
         self._bar = _progress_bar(self.console, first_step, steps) if self.console.is_terminal else None
 
@@ -133,7 +134,7 @@ class RunLog:
         """Record `values` at `step` steps done; None means not known here and is left out."""
         known = {key: value for key, value in values.items() if value is not None}
         self._file.append(step, known)
-        self._with_wandb(lambda run: send(run, step, known))
+        self._send({"step": step, **known})
         for forms in (TRAINING_FORMS, EVALUATION_FORMS):
             if line := "  ".join(form.format(known[key]) for key, form in forms.items() if key in known):
                 self.say(f"step {step:>6}  {line}" + (self._time(step, known) if forms is TRAINING_FORMS else ""))
@@ -192,6 +193,10 @@ class RunLog:
             self.say(f"the curves are in {self.picture.path}")
         return summary
 
+    def _send(self, *records: dict[str, Any]) -> None:
+        unsent = [record for record in records if record["step"] > self._sent]
+        self._with_wandb(lambda run: [send(run, record) for record in unsent])
+
     def _with_wandb(self, call: Callable[[Any], Any]) -> None:
         if self._wandb is None:
             return
@@ -226,7 +231,9 @@ class MetricsFile:
         self.path, self._say = path, say
         self._waiting: list[str] = []
         self._failed = False
-        self._kept = _lines_until(path, first_step)[:expected] if path.exists() else []  # until the rest is cut
+        found = _lines(path) if path.exists() else []
+        self.last = max((step for step, _ in found), default=0)
+        self._kept = [line for step, line in found if step <= first_step][:expected]  # until the rest is cut
         self.lines = len(self._kept)
         self._file: FileIO | None = None
         if expected is not None and self.lines < expected:
@@ -291,11 +298,11 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
-    """Its lines up to `step`. A last line without an end was being written when the machine stopped: it is dropped."""
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """(step, line) of all. A last line without an end was being written when the machine stopped: it is dropped."""
     *lines, _ = path.read_bytes().split(b"\n")
     try:
-        return [line.decode() for line in lines if json.loads(line)["step"] <= step]
+        return [(int(json.loads(line)["step"]), line.decode()) for line in lines]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); move it away to resume without the earlier metrics") from error
 

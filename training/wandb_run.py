@@ -1,6 +1,8 @@
 """Weights & Biases where it is wanted: online where a login is found and the server answers, else offline."""
 
+import configparser
 import http.client
+import importlib.util
 import math
 import os
 import re
@@ -10,6 +12,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from training.stop import shell_command
@@ -28,9 +31,9 @@ _PATIENCE_SECONDS = 5.0  # for the one question that decides whether wandb's ser
 @dataclass
 class LoggerConfig:
     wandb: str = "auto"  # auto (online where a login is found, else offline) | online | offline | disabled
-    project: str = "flashgpt"  # wandb's, as entity, name, group and tags are
-    entity: str | None = None  # team or user; null: the login's own
-    name: str | None = None  # of the run; null: its folder's
+    project: str | None = None  # wandb's, as entity, name, group and tags are; null: WANDB_PROJECT, or flashgpt
+    entity: str | None = None  # team or user; null: WANDB_ENTITY, or the login's own
+    name: str | None = None  # of the run; null: WANDB_NAME, or its folder's
     group: str | None = None  # runs to be compared; null: of a sweep's runs, its folder
     tags: list[str] = field(default_factory=list)  # words to find the run by
 
@@ -47,10 +50,17 @@ def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
     Raises ValueError, one line, where online was asked for by name and cannot be had.
     """
     mode, asked_by = config.wandb, "logger.wandb"
+    if mode != "disabled" and importlib.util.find_spec("wandb") is None:
+        if mode == "auto":
+            return "disabled", "auto: wandb is not installed"
+        raise ValueError(f"logger.wandb={mode} but wandb is not installed; install it, or use logger.wandb=disabled")
     if mode == "auto":
         mode, asked_by = os.environ.get("WANDB_MODE"), "WANDB_MODE"
         if mode and mode not in WANDB_MODES[1:]:
-            raise ValueError(f"WANDB_MODE={mode} is not one of {', '.join(WANDB_MODES[1:])}; unset it")
+            raise ValueError(f"WANDB_MODE={mode} is not one of {', '.join(WANDB_MODES[1:])}; use logger.wandb=offline")
+        if not mode:
+            mode, asked_by = _setting("mode"), "wandb's settings: mode"
+            mode = mode if mode in ("offline", "disabled") else None
         if not mode:
             obstacle = _silence_of_server() if _has_wandb_login() else "no login was found"
             return ("offline", f"auto: {obstacle}") if obstacle else ("online", "auto: a login was found")
@@ -61,19 +71,34 @@ def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
     return mode, f"{asked_by}={mode}"
 
 
+def _setting(name: str) -> str | None:
+    """What `wandb login --host`, `wandb offline` or `wandb disabled` wrote: for this folder, else for the user."""
+    files = configparser.ConfigParser(interpolation=None)
+    folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.join(os.path.expanduser("~"), ".config", "wandb")
+    try:
+        files.read([os.path.join(folder, "settings"), os.path.join("wandb", "settings")])
+    except (configparser.Error, OSError, ValueError):  # wandb says what is wrong with them
+        return None
+    return files.get("default", name, fallback=None)
+
+
+def _server() -> str:
+    return os.environ.get("WANDB_BASE_URL") or _setting("base_url") or WANDB_URL
+
+
 def _has_wandb_login() -> bool:
     """Whether there is a key, without the network: in the environment, or the netrc file that `wandb login` writes."""
     from requests.utils import get_netrc_auth  # it looks where wandb does
 
     try:
-        return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(os.environ.get("WANDB_BASE_URL", WANDB_URL)))
-    except ValueError:  # WANDB_BASE_URL is no address
+        return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(_server()))
+    except ValueError:  # the server's address is none
         return False
 
 
 def _silence_of_server() -> str | None:
     """Why wandb's server cannot be used, or None. wandb itself would ask for half a minute."""
-    url = os.environ.get("WANDB_BASE_URL", WANDB_URL)
+    url = _server()
     try:
         urllib.request.urlopen(url, timeout=_PATIENCE_SECONDS).close()
     except urllib.error.HTTPError:
@@ -91,37 +116,44 @@ def start_wandb(
     description: Mapping[str, Any],
     *,
     resume: bool,
-) -> tuple[Any, str]:
-    """Start a wandb run, without prompts or long waits; returns (the run or None, a sentence).
+    recorded: int = 0,
+) -> tuple[Any, str, int]:
+    """Start a wandb run, without prompts or long waits; returns (the run or None, a sentence, steps not to send).
 
     It records settings and commit of `description`. Its own use of git is off: a remote's address may name its user.
+    Offline a resumed run begins its folder with step 1, in place of the folders before, or, where `wandb sync` or an
+    online run has sent those, after the last step of them: the server keeps what it has and appends.
+
+    recorded: the last step that the run has recorded, whatever it resumes from.
 
     ValueError where wandb was asked for by name and does not start.
     """
     if mode == "disabled":
-        return None, "wandb off"
-    import wandb  # half a second, so only where it is used
-
+        return None, f"wandb off ({why})", 0
     # one id for each run folder, so that a resumed run is the same wandb run; half an id, after a power cut, is none
     id_file = run_dir / "wandb_id"
-    written = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
-    run_id = written if re.fullmatch(r"[\w-]+", written, flags=re.ASCII) else secrets.token_hex(4)
-    id_file.write_text(run_id + "\n")
+    run_id, sent = _written(id_file) or (secrets.token_hex(4), 0)
+    offline = sorted(run_dir.glob(f"wandb/offline-run-*-{run_id}"))
+    unsent = [folder for folder in offline if not list(folder.glob("*.synced"))]
+    online = run_dir.glob(f"wandb/run-*-{run_id}")
+    latest = max([*offline, *online], key=lambda folder: folder.name.removeprefix("offline-"), default=None)
+    if latest is not None and latest not in unsent:
+        sent = recorded
+    id_file.write_text(f"{run_id} {sent}\n")
     # its process would print its own log on the console
     if not os.environ.get("WANDB_CACHE_DIR") and not _can_write_below_home():
         os.environ["WANDB_CACHE_DIR"] = str(run_dir.resolve())
     try:
-        if resume and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
-            for earlier in run_dir.glob(f"wandb/offline-run-*-{run_id}"):
-                earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
+        import wandb  # half a second, so only where it is used
+
         folder = run_dir.resolve()
         is_of_a_sweep = (folder.parent / "multirun.yaml").is_file()  # Hydra's
         run = wandb.init(
-            project=config.project,
+            project=config.project or os.environ.get("WANDB_PROJECT") or "flashgpt",
             entity=config.entity,
             group=config.group or ("/".join(folder.parent.parts[-2:]) if is_of_a_sweep else None),
             tags=config.tags or None,
-            name=config.name or "/".join(folder.parts[-2:]),
+            name=config.name or os.environ.get("WANDB_NAME") or "/".join(folder.parts[-2:]),
             id=run_id,
             resume="allow" if resume and mode == "online" else None,
             dir=run_dir,
@@ -138,15 +170,25 @@ def start_wandb(
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
+        for earlier in unsent:  # the new run has what they have: they are not to be synced
+            earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
     except Exception as error:  # it may fail in any way it likes
         reason = f"wandb failed to start ({brief(error)})"
-        if config.wandb == "online":
-            raise ValueError(f"logger.wandb=online but {reason}; use logger.wandb=offline") from error
-        return None, f"{reason}; going on without it"  # a logger does not stop a run
+        if config.wandb in ("online", "offline"):
+            remedy = "correct logger, or use logger.wandb=disabled"
+            raise ValueError(f"logger.wandb={config.wandb} but {reason}; {remedy}") from error
+        return None, f"{reason}; going on without it", 0  # a logger does not stop a run
     note = f"wandb {mode} ({why}), without console output, system metrics and git remote"
     if mode == "offline":
         note += f"; later: {shell_command('wandb', 'sync', str(Path(run.dir).parent))}"
-    return run, note
+    return run, note, sent if mode == "offline" else 0
+
+
+def _written(id_file: Path) -> tuple[str, int] | None:
+    """(the run's id, the last step that wandb's server may have); None where the file has neither."""
+    text = id_file.read_text(errors="replace") if id_file.exists() else ""
+    found = re.fullmatch(r"([\w-]+)(?: (\d+))?", text.strip(), flags=re.ASCII)
+    return (found[1], int(found[2] or 0)) if found else None
 
 
 def _can_write_below_home() -> bool:
@@ -162,10 +204,10 @@ def _can_write_below_home() -> bool:
     return os.access(logs, os.W_OK | os.X_OK)
 
 
-def send(run: Any, step: int, values: Mapping[str, Any]) -> None:
+def send(run: Any, record: Mapping[str, Any]) -> None:
     """Hand a step to wandb, on its own step axis; one that it already has from before a crash it drops."""
-    numbers = {key: math.nan if value is None else value for key, value in named(values).items()}
-    run.log({"step": step, **numbers}, step=step)
+    numbers = {key: math.nan if value is None else value for key, value in named(record).items()}
+    run.log(numbers, step=record["step"])
 
 
 def named(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,5 +216,5 @@ def named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(error: Exception) -> str:
-    lines = str(error).splitlines()  # none where wandb's service has died
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    said = shorten(str(error), 200, placeholder="...")  # nothing where wandb's service has died
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
