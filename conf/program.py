@@ -7,6 +7,7 @@ after the run has begun to write leaves its traceback in the run's folder; HYDRA
 
 import getpass
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -116,6 +117,8 @@ def program(
                 if not runs.is_first:
                     scratch = tempfile.TemporaryDirectory(prefix="rank_")  # until the first process has made the run's
                     runs.values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]
+                if (launcher := "hydra/launcher=submitit_slurm") in runs.values and not shutil.which("srun"):
+                    raise ValueError(f"{launcher} needs SLURM's srun, which is not here; use a machine of the cluster")
                 sys.argv = [typed[0], *runs.values, *flags]  # flags last: --info would take a value for its own
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
                 if after_sweep and runs.is_first and len(runs.folders) > 1:

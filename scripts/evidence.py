@@ -8,8 +8,10 @@ and each table says its own commit.
     python -m scripts.evidence attention/peers training    that one, and those whose names begin so
     python -m scripts.evidence tables                      the tables alone, from the files as they are
 
-Where the code was copied without its git history, the environment variable GIT_COMMIT must name its commit. The exit
-code is 1 where an experiment did not end as it should. The last line is one JSON object.
+All of them need a GPU (those of several processes two), GPT-2's vocabulary, the packages of PEERS below, and clones of
+nanoGPT and nanochat in `.cache/`. Where the code was copied without its git history, the environment variable
+GIT_COMMIT must name its commit. The exit code is 1 where an experiment did not end as it should. The last line is one
+JSON object.
 """
 
 import glob
@@ -22,6 +24,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,6 +40,11 @@ FAILED = 1  # exit code
 TABLES = "tables"  # a name that is no experiment
 KEPT = ".github/evidence"
 README = ROOT / "README.md"  # its first screen has figures between two comments `figures`
+PEERS = {  # beginning of a name -> what it is measured beside, a package, and how that is had
+    "attention/peers": ("flash_attn", "pip install flash-attn-4"),
+    "generation": ("transformers", "uv run --group hf"),
+    "huggingface": ("transformers", "uv run --group hf"),
+}
 AT_ONCE = 4  # experiments that run beside each other on one GPU, where none is timed
 BOOKS = ("data=text", "data.files={books}", "tokenizer=gpt2")
 WIKITEXT = ("data=wikitext2", "data.local_dir={wikitext}", "tokenizer=gpt2")
@@ -279,7 +287,7 @@ CHILDREN = Children()
 
 
 def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
-    """ValueError where hours of experiments would end without a text, or without a place for what they made."""
+    """ValueError where hours of experiments would end without a text, a peer or a place for what they made."""
     folder = ROOT / settings.folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder={settings.folder} is no folder; give one, as folder=.github/evidence")
@@ -293,6 +301,12 @@ def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
         for path in value[1:-1].split(",") if value.startswith("[") else [value]:
             if not path or not glob.glob(os.path.join(ROOT, os.path.expanduser(path))):
                 raise ValueError(f"{key}={value} is not there, and {asks[0]} reads it; give {key}=PATH from {ROOT}")
+    for name in chosen:
+        for beginning, (package, remedy) in PEERS.items():
+            if name.startswith(beginning) and find_spec(package) is None:
+                raise ValueError(
+                    f"{name} measures beside {package}, which is not installed ({remedy}); or name other parts"
+                )
 
 
 def named(name: str, only: str) -> bool:

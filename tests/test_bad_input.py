@@ -264,6 +264,11 @@ WORDS = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
 COMMAND_LINES = [
     Case("added key that is there", ["+data.seq_len=12"], ["+data.seq_len adds a key", "write data.seq_len=VALUE"]),
     Case("added group that is there", ["+model=tiny"], ["+model adds a group", "write model=NAME"]),
+    Case(
+        "SLURM where there is none",
+        ["-m", "hydra/launcher=submitit_slurm", "optim.lr=1e-3,3e-3"],
+        ["hydra/launcher=submitit_slurm needs SLURM's srun, which is not here; use a machine of the cluster"],
+    ),
     Case("added experiment", ["+experiment=shakespeare"], ["+experiment adds a group", "write experiment=NAME"]),
     Case("deleted key without a value", ["~resume"], ["~resume deletes nothing: resume is null already", "drop it"]),
     Case("deleted key that there is not", ["~model.num_layerz"], ["did you mean model.num_layers?"]),

@@ -133,13 +133,15 @@ def test_an_unknown_beginning_is_refused():
     [
         ({"books": "none/*.txt"}, "x/books", r"books=none/\*\.txt is not there, and x/books reads it; give books=PATH"),
         ({"wikitext": "none"}, "x/wikitext", "wikitext=none is not there, and x/wikitext reads it"),
+        ({}, "x/peer", r"x/peer measures beside gone, which is not installed \(get it\); or name other parts"),
         ({"folder": "README.md"}, "x/plain", "folder=README.md is no folder"),
         ({"folder": "none"}, evidence.TABLES, "folder=none has no files to make tables of"),
     ],
 )
 def test_what_would_end_hours_later_or_empty_the_readme_is_refused_first(named, only, says, tmp_path, monkeypatch):
     experiments = {"x/plain": (), "x/books": ("data.files={books}",), "x/wikitext": ("data.local_dir={wikitext}",)}
-    monkeypatch.setattr(evidence, "EXPERIMENTS", experiments)
+    monkeypatch.setattr(evidence, "EXPERIMENTS", experiments | {"x/peer": ()})
+    monkeypatch.setattr(evidence, "PEERS", {"x/pe": ("gone", "get it")})
     monkeypatch.setattr(evidence, "run", lambda *_: pytest.fail("ran"))
     monkeypatch.setattr(evidence, "page", lambda *_: pytest.fail("wrote"))
     with pytest.raises(ValueError, match=says):

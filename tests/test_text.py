@@ -265,7 +265,7 @@ def test_without_a_standard_input_a_document_begins(trained, monkeypatch, capsys
 
 
 def test_a_prompt_longer_than_the_context_is_said(trained, monkeypatch, capsys):
-    said = "the prompt 'To be To be To be To be To be To be To b...' has 240 tokens; the model reads the last 32 of them"
+    said = "the prompt 'To be To be To be To be To be To be To b...' has 240 tokens; the model reads the last 32"
     assert said in sampled(trained, monkeypatch, capsys, f"prompt={'To be ' * 40}").error
     assert "the model reads" not in sampled(trained, monkeypatch, capsys, "prompt=To be").error
 

@@ -7,8 +7,9 @@
 All train on the same text and tokens and are judged on the same held-out windows by the same code; runs take turns,
 seed by seed. Ours is the run that `train.py` would be. nanoGPT is its own model.py and recipe
 (scripts/bench/opponents.py) at its own learning rate, the first of `nanogpt.lr`, and at the best of them;
-`bench.opponents=[nanogpt,nanochat]` adds nanochat, and ratios are to the first one named. A run of theirs ends at the
-target, or where it overfits.
+`bench.opponents=[nanogpt,nanochat]` adds nanochat, and ratios are to the first one named; `bench.opponents=[]` trains
+ours alone. A run of theirs ends at the target, or where it overfits. Theirs is not stored here: `git clone
+https://github.com/karpathy/nanoGPT .cache/nanoGPT`, and nanochat likewise.
 `'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed.
 
 Seconds are those of training steps alone, without evaluation and saving. The first step, which compiles, counts as one

@@ -30,6 +30,7 @@ import train as trainer
 from conf.program import program
 from conf.schema import Settings
 from model.recompute import MODES
+from scripts.bench.report import origin_line
 from training import stepper
 from training.hardware import set_up
 from training.log import provenance
@@ -211,7 +212,7 @@ def page(report: dict[str, Any]) -> str:
     lines = [
         f"# What watches a run does not change it: {'pass' if report['passes'] else 'FAIL'}",
         "",
-        f"{report['hardware']}; commit {report['provenance']['commit']}; `{report['provenance']['command']}`",
+        origin_line(report),
         "",
         "| switched on | setting | all digests of all steps | verdict |",
         "|---|---|---|---|",
