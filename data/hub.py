@@ -14,6 +14,7 @@ from typing import Any
 
 from data.config import DataConfig
 from data.shards import file_sha256
+from data.textfiles import readable
 
 Rows = Callable[[], Iterator[str]]
 
@@ -23,11 +24,15 @@ _ROWS = 8192  # rows handed over at a time
 
 def hash_folder(folder: Path) -> dict[str, str]:
     """SHA-256 of every file in data.local_dir by its path there; hidden files, as git's, are not the dataset's."""
-    return {
-        path.relative_to(folder).as_posix(): file_sha256(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    }
+    with readable(folder):
+        paths = sorted(folder.rglob("*"))
+    hashes = {}
+    for path in paths:
+        name = path.relative_to(folder)
+        with readable(path):
+            if path.is_file() and not any(part.startswith(".") for part in name.parts):
+                hashes[name.as_posix()] = file_sha256(path)
+    return hashes
 
 
 def open_splits(data: DataConfig, folder: Path | None) -> tuple[dict[str, Rows], str]:

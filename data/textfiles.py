@@ -84,7 +84,7 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     files = []
     for path in paths:
         kind = KINDS.get(path.suffix.lower(), "text")
-        try:
+        with readable(path):
             found = path.stat()
             if not path.is_file():
                 raise ValueError(f"{path} is a pipe or a device, and a text is read several times; give a file")
@@ -93,10 +93,17 @@ def inspect(paths: list[Path]) -> list[TextFile]:
             digest = file_sha256(path) if kind == "parquet" else _hash_utf8(path)
             with path.open("rb") as file:
                 marked = kind == "text" and file.read(3) == codecs.BOM_UTF8
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}); leave it out") from error
         files.append(TextFile(path, kind, found.st_size, digest, found.st_mtime_ns, marked))
     return files
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """What the disk says of it before it is parsed, as a ValueError of one line that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); leave it out") from error
 
 
 def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:

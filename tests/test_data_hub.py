@@ -1,5 +1,6 @@
 """Any dataset of the hub is read row by row from a folder laid out like it, from the hub's cache, or from the hub."""
 
+import errno
 import json
 import os
 import re
@@ -127,6 +128,17 @@ def test_rows_are_read_one_batch_at_a_time(folder, monkeypatch):
     with pytest.raises(ValueError, match=r"data\.local_dir=.* cannot be read \(") as refused:
         next(rows)
     assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_cannot_be_hashed_is_named(folder, cache, monkeypatch):
+    """As on a failing disk, or a server that has gone."""
+
+    def file_sha256(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(hub, "file_sha256", file_sha256)
+    with pytest.raises(ValueError, match=rf"^{folder}/README\.md cannot be read \(Input/output error\); leave it out$"):
+        opened(cache, local_dir=str(folder), config="de", text_field="body")
 
 
 def test_a_folder_of_nothing_is_one_line(tmp_path, cache):
