@@ -6,7 +6,7 @@ hub's files are copied to its cache (HF_HOME) unless data.streaming=true; those 
 
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from data.config import DataConfig
 from data.shards import file_sha256
-from data.textfiles import readable
+from data.textfiles import readable, refuse_changed
 
 Rows = Callable[[], Iterator[str]]
 
@@ -22,21 +22,27 @@ _PATIENCE_SECONDS = 5.0  # for the one small question that decides whether the h
 _ROWS = 8192  # rows handed over at a time
 
 
-def hash_folder(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file in data.local_dir by its path there; hidden files, as git's, are not the dataset's."""
+def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, int]]:
+    """SHA-256 of every file in data.local_dir by its path there, and when each had been written before it was hashed.
+
+    Hidden files, as git's, are not the dataset's.
+    """
     with readable(folder):
         paths = sorted(folder.rglob("*"))
-    hashes = {}
+    hashes, modified_ns = {}, {}
     for path in paths:
         name = path.relative_to(folder)
         with readable(path):
             if path.is_file() and not any(part.startswith(".") for part in name.parts):
+                modified_ns[path] = path.stat().st_mtime_ns
                 hashes[name.as_posix()] = file_sha256(path)
-    return hashes
+    return hashes, modified_ns
 
 
-def open_splits(data: DataConfig, folder: Path | None) -> tuple[dict[str, Rows], str]:
+def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path, int]) -> tuple[dict[str, Rows], str]:
     """The texts of the rows of each split, in order; and the hub's commit (of a `folder`: a hash by `datasets`).
+
+    modified_ns: as `hash_folder` found the files of `folder`; a change since is refused at the end of a split.
 
     Raises ValueError, one line that names the ways out, where neither the hub nor its cache has the dataset; where
     the cache has another revision than data.revision; and for a split or column that the dataset lacks.
@@ -62,7 +68,7 @@ def open_splits(data: DataConfig, folder: Path | None) -> tuple[dict[str, Rows],
             tables = {split: read(spec) for split, spec in splits.items() if spec}
         finally:
             datasets.config.HF_HUB_OFFLINE = offline
-    return {split: partial(_texts, data, split, table) for split, table in tables.items()}, builder.hash
+    return {split: partial(_texts, data, split, table, modified_ns) for split, table in tables.items()}, builder.hash
 
 
 def within_reach(name: str, revision: str | None) -> bool:
@@ -79,12 +85,13 @@ def within_reach(name: str, revision: str | None) -> bool:
     return True
 
 
-def _texts(data: DataConfig, split: str, table: Any) -> Iterator[str]:
+def _texts(data: DataConfig, split: str, table: Any, modified_ns: Mapping[Path, int]) -> Iterator[str]:
     batches, number = table.with_format("arrow").iter(_ROWS), 0
     while True:
         with _one_line(data):
             batch = next(batches, None)
         if batch is None:
+            refuse_changed(modified_ns)
             return
         if data.text_field not in batch.column_names:
             raise ValueError(

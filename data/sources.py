@@ -108,8 +108,10 @@ def _hub(data: DataConfig) -> Source:
             },
         )
     identity: dict[str, Any] = {"source": "wikitext" if data.documents == "wikitext" else "hub"}
+    modified_ns: dict[Path, int] = {}
     if folder:
-        identity |= {"name": data.config, "files": hub.hash_folder(folder)}
+        hashes, modified_ns = hub.hash_folder(folder)
+        identity |= {"name": data.config, "files": hashes}
     else:
         identity |= {"hub": data.name, "name": data.config, "revision": data.revision}
     read = {"splits": [data.split, data.validation_split, data.test_split], "text_field": data.text_field}
@@ -120,7 +122,7 @@ def _hub(data: DataConfig) -> Source:
     about: dict[str, Any] = {}
 
     def splits() -> dict[str, Stream]:
-        opened, about["commit"] = hub.open_splits(data, folder)
+        opened, about["commit"] = hub.open_splits(data, folder, modified_ns)
         streams = {split: lambda rows=rows: _documents(rows(), data.documents) for split, rows in opened.items()}
         if "validation" in streams:
             return streams

@@ -12,7 +12,7 @@ import hashlib
 import json
 import reprlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -125,7 +125,7 @@ def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
                 )
             if text:
                 yield text, True
-    _refuse_changed(file)
+    refuse_changed({file.path: file.modified_ns})
 
 
 def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
@@ -181,13 +181,17 @@ def lines(file: TextFile) -> Iterator[str]:
     """Lines of a text file with their line ends."""
     with _named(file), file.path.open(encoding="utf-8-sig") as stream:
         yield from stream
-    _refuse_changed(file)
+    refuse_changed({file.path: file.modified_ns})
 
 
-def _refuse_changed(file: TextFile) -> None:
-    """What was read is not what was hashed, and its tokens would lie in the cache under the name of another text."""
-    if not file.path.exists() or file.path.stat().st_mtime_ns != file.modified_ns:
-        raise ValueError(f"{file.path} was changed while it was read; run again once it is complete, or use a copy")
+def refuse_changed(modified_ns: Mapping[Path, int]) -> None:
+    """What was read is not what was hashed, and its tokens would lie in the cache under the name of another text.
+
+    modified_ns: when each file had been written before it was hashed.
+    """
+    for path, before in modified_ns.items():
+        if not path.exists() or path.stat().st_mtime_ns != before:
+            raise ValueError(f"{path} was changed while it was read; run again once it is complete, or use a copy")
 
 
 @contextmanager

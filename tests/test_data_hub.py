@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from conf.program import register
 from conf.schema import Settings
-from data import DataConfig, Dataset, hub, open_dataset
+from data import DataConfig, Dataset, build_tokenizer, hub, open_dataset
 from data.textfiles import inspect, lines
 from data.wikitext import articles
 
@@ -123,11 +123,25 @@ def test_rows_are_read_one_batch_at_a_time(folder, monkeypatch):
     monkeypatch.setattr(hub, "_ROWS", 1)
     next((folder / "de").glob("train-00001*")).write_bytes(b"PAR1 junk PAR1")
     data = DataConfig(source="hub", local_dir=str(folder), config="de", text_field="body")
-    rows = hub.open_splits(data, folder)[0]["train"]()
+    rows = hub.open_splits(data, folder, hub.hash_folder(folder)[1])[0]["train"]()
     assert [next(rows), next(rows)] == ["de eins", "de zwei"]
     with pytest.raises(ValueError, match=r"data\.local_dir=.* cannot be read \(") as refused:
         next(rows)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("held_out", [{}, {"validation_split": "validation"}])
+def test_a_file_that_changes_while_the_folder_is_read_is_refused(held_out, folder, cache, monkeypatch):
+    """Its tokens would lie in the cache under the fingerprint of what it was."""
+
+    def later(name):
+        pq.write_table(pa.table({"body": ["anders", "und mehr"]}), folder / "de" / "train-00001-of-00002.parquet")
+        return build_tokenizer(name)
+
+    monkeypatch.setattr("data.dataset.build_tokenizer", later)
+    with pytest.raises(ValueError, match=r"train-00001-of-00002\.parquet was changed while it was read; run again"):
+        opened(cache, local_dir=str(folder), config="de", text_field="body", **held_out)
+    assert not list(cache.iterdir())
 
 
 def test_a_file_that_cannot_be_hashed_is_named(folder, cache, monkeypatch):
