@@ -6,9 +6,10 @@ hub's files are copied to its cache (HF_HOME) unless data.streaming=true; those 
 
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path
 
     splits = {"train": data.split, "validation": data.validation_split, "test": data.test_split}
     offline = datasets.config.HF_HUB_OFFLINE
-    with _one_line(data):
-        try:
+    try:
+        with _one_line(data):
             # without a network `datasets` retries for 23 s before it looks into its cache; offline it looks at once
             datasets.config.HF_HUB_OFFLINE = offline or bool(folder) or not within_reach(data.name, data.revision)
             builder = datasets.load_dataset_builder(str(folder or data.name), data.config, revision=data.revision)
@@ -60,15 +61,33 @@ def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path
                 builder.config.on_mixed_types = None  # else one number makes JSON with quotes of every text
             if re.fullmatch("[0-9a-f]{40}", data.revision or "") and not folder and builder.hash != data.revision:
                 raise ValueError(f"the cache in HF_HOME holds commit {builder.hash} in place of {data.revision}")
+        if folder:
+            _refuse_files(data, builder.config.data_files, modified_ns)
+        with _one_line(data):
             if data.streaming or folder:
                 read: Callable[[str], Any] = builder.as_streaming_dataset
             else:
                 builder.download_and_prepare()
                 read = builder.as_dataset
             tables = {split: read(spec) for split, spec in splits.items() if spec}
-        finally:
-            datasets.config.HF_HUB_OFFLINE = offline
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
     return {split: partial(_texts, data, split, table, modified_ns) for split, table in tables.items()}, builder.hash
+
+
+def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Iterable[Path]) -> None:
+    """ValueError where `datasets` would read a file that was not hashed, whose tokens would outlive its changes in the
+    cache.
+
+    files: of each split, as the folder's README.md names them; a hub's copy is made of links to files.
+    """
+    hashed = {path.resolve() for path in hashed}
+    for file in map(Path, chain.from_iterable(files.values())):
+        if file.resolve() not in hashed:
+            raise ValueError(
+                f"{_title(data)} reads {file}, which was not hashed (it is outside, hidden, behind a linked folder or "
+                "new), so that a change would not be seen; put it there under a name without a dot, and run again"
+            )
 
 
 def within_reach(name: str, revision: str | None) -> bool:

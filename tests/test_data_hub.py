@@ -144,6 +144,33 @@ def test_a_file_that_changes_while_the_folder_is_read_is_refused(held_out, folde
     assert not list(cache.iterdir())
 
 
+@pytest.mark.parametrize("name", ["set/.h/y.jsonl", "real/y.jsonl", "set/linked/y.jsonl"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_file_that_is_not_hashed_is_refused(name, absolute, tmp_path, cache):
+    """Else its tokens are those of its first state for good."""
+    for part in ("set", "set/.h", "real"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / name).write_text('{"text": "ab"}\n' * 9)
+    path = tmp_path / name if absolute else os.path.relpath(name, "set")
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {path}\n---\n")
+    says = r"^data\.local_dir=.* reads .*y\.jsonl, which was not hashed .*; put it there under a name without a dot"
+    with pytest.raises(ValueError, match=says) as refused:
+        opened(cache, local_dir=str(tmp_path / "set"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_linked_file_is_one_of_the_folder(tmp_path, cache):
+    """As all of them are where huggingface_hub keeps a copy; what is behind the link is hashed."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / ".blob").write_text('{"text": "ab"}\n' * 9)
+    (tmp_path / "set" / "train.jsonl").symlink_to(tmp_path / ".blob")
+    (tmp_path / "link").symlink_to(tmp_path / "set")
+    before = opened(cache, local_dir=str(tmp_path / "link"))
+    (tmp_path / ".blob").write_text('{"text": "cd"}\n' * 9)
+    assert opened(cache, local_dir=str(tmp_path / "link")).fingerprint != before.fingerprint
+
+
 def test_a_file_that_cannot_be_hashed_is_named(folder, cache, monkeypatch):
     """As on a failing disk, or a server that has gone."""
 
