@@ -77,7 +77,7 @@ def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path
 
 def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Iterable[Path]) -> None:
     """ValueError where `datasets` would read a file that was not hashed, whose tokens would outlive its changes in the
-    cache.
+    cache, or one of its own that lies beside a dataset of `save_to_disk`.
 
     files: of each split, as the folder's README.md names them; a hub's copy is made of links to files.
     """
@@ -87,6 +87,11 @@ def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Iter
             raise ValueError(
                 f"{_title(data)} reads {file}, which was not hashed (it is outside, hidden, behind a linked folder or "
                 "new), so that a change would not be seen; put it there under a name without a dot, and run again"
+            )
+        if file.match("cache-*.arrow") and file.with_name("state.json").exists():
+            raise ValueError(
+                f"{_title(data)} reads {file}, a copy that `datasets` keeps of what was made from its rows; delete it, "
+                "or save the dataset again"
             )
 
 

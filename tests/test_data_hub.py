@@ -171,6 +171,19 @@ def test_a_linked_file_is_one_of_the_folder(tmp_path, cache):
     assert opened(cache, local_dir=str(tmp_path / "link")).fingerprint != before.fingerprint
 
 
+def test_what_datasets_keeps_beside_a_saved_dataset_is_refused(tmp_path, cache):
+    """It was trained on as well: rows twice, or the numbers of an order."""
+    place = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": ["one", "two", "three"]}).save_to_disk(place)
+    before = opened(cache, local_dir=str(place))
+    datasets.load_from_disk(place).map(lambda row: {"text": row["text"] + "!"})
+    (own,) = place.glob("cache-*.arrow")
+    with pytest.raises(ValueError, match=rf"^data\.local_dir={place} reads {own}, .*; delete it, or save the dataset"):
+        opened(cache, local_dir=str(place))
+    own.unlink()
+    assert opened(cache, local_dir=str(place)).fingerprint == before.fingerprint
+
+
 def test_a_file_that_cannot_be_hashed_is_named(folder, cache, monkeypatch):
     """As on a failing disk, or a server that has gone."""
 
