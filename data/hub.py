@@ -112,7 +112,7 @@ def within_reach(name: str, revision: str | None) -> bool:
 def _texts(data: DataConfig, split: str, table: Any, modified_ns: Mapping[Path, int]) -> Iterator[str]:
     batches, number = table.with_format("arrow").iter(_ROWS), 0
     while True:
-        with _one_line(data):
+        with _one_line(data, split):
             batch = next(batches, None)
         if batch is None:
             refuse_changed(modified_ns)
@@ -122,7 +122,9 @@ def _texts(data: DataConfig, split: str, table: Any, modified_ns: Mapping[Path, 
                 f'{_title(data)} has no column "{data.text_field}"; '
                 f"choose one of them with data.text_field: {', '.join(batch.column_names)}"
             )
-        for text in batch[data.text_field].to_pylist():
+        with _one_line(data, split):
+            texts = batch[data.text_field].to_pylist()
+        for text in texts:
             number += 1
             if not isinstance(text, str):
                 raise ValueError(
@@ -139,8 +141,8 @@ def _title(data: DataConfig) -> str:
 
 
 @contextmanager
-def _one_line(data: DataConfig) -> Iterator[None]:
-    """What `datasets` and the hub's client raise, as a ValueError of one line."""
+def _one_line(data: DataConfig, split: str = "") -> Iterator[None]:
+    """What `datasets` and the hub's client raise, as a ValueError of one line. split: the one whose rows are read."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError
 
@@ -150,6 +152,9 @@ def _one_line(data: DataConfig) -> Iterator[None]:
     except (OSError, HTTPError, DatasetsError, ValueError, RuntimeError, StopIteration) as error:
         reason = " ".join(str(error).split("\n")[:2]).strip().rstrip(".")
         reason = reason or ("a file is empty" if isinstance(error, StopIteration) else type(error).__name__)
+        if split and isinstance(error, UnicodeDecodeError):
+            remedy = "convert it with iconv, or choose another column with data.text_field"
+            raise ValueError(f"{_title(data)}: its {split} split is not UTF-8 ({reason}); {remedy}") from error
         if data.local_dir:
             remedy = "correct the folder, data.config or data.split"
             raise ValueError(f"{_title(data)} cannot be read ({reason}); {remedy}") from error

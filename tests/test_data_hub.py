@@ -232,6 +232,20 @@ def test_mistakes_are_one_line(values, says, folder, cache, tmp_path):
     assert not datasets.config.HF_HUB_OFFLINE
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_a_text_that_is_not_utf8_is_said_to_be_that(name, tmp_path, cache):
+    (tmp_path / "set").mkdir()
+    path = tmp_path / "set" / name
+    path.write_bytes({".csv": b"text\ncaf\xe9\n"}.get(path.suffix, b'{"text": "caf\xe9"}\n'))
+    if path.suffix == ".parquet":
+        column = pa.array([b"caf\xe9"]).view(pa.string())  # which checks nothing
+        pq.write_table(pa.table({"text": column}), path)
+    says = r"^data\.local_dir=.*/set: its train split is not UTF-8 \(.* 0xe9 .*\); convert it with iconv, or"
+    with pytest.raises(ValueError, match=says) as refused:
+        opened(cache, local_dir=str(tmp_path / "set"))
+    assert "\n" not in str(refused.value)
+
+
 def test_a_folder_does_not_pass_for_a_dataset_of_the_hub(folder, cache, monkeypatch):
     monkeypatch.chdir(folder.parent)
     with pytest.raises(ValueError, match=r"data\.name=set is a folder in .*; use data\.local_dir=set"):
