@@ -129,7 +129,7 @@ def _texts(data: DataConfig, split: str, table: Any, modified_ns: Mapping[Path, 
             if not isinstance(text, str):
                 raise ValueError(
                     f'{_title(data)}: row {number} of its {split} split has no text in its column "{data.text_field}" '
-                    f"(it is {reprlib.repr(text)}); choose another column with data.text_field"
+                    f"(it is {reprlib.repr(text)}); drop it, or choose another column with data.text_field"
                 )
             yield text
 

@@ -216,7 +216,7 @@ def test_a_folder_of_nothing_is_one_line(tmp_path, cache):
         ({"local_dir": "{p}/set/de", "documents": "wikitext", "text_field": "nothing"}, 'has no column "nothing"'),
         ({"local_dir": "{p}/empty"}, "doesn't contain any data files"),
         ({"local_dir": "{p}/mixed"}, "changed from string to number"),
-        ({"local_dir": "{p}/lines"}, "row 2 of its train split has no text in its column \"text\" (it is None)"),
+        ({"local_dir": "{p}/lines"}, "has no text in its column \"text\" (it is None); drop it, or choose"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(values, says, folder, cache, tmp_path):
