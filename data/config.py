@@ -1,5 +1,6 @@
 """What the configuration says about the text, and how it is turned into tokens."""
 
+import itertools
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -88,17 +89,27 @@ class DataConfig:
                 f"data.revision={self.revision} is a commit of the hub, and data.local_dir={self.local_dir} is read as "
                 "it lies; use data.revision=null, or leave data.local_dir out"
             )
-        if self.validation_split == self.split:
-            raise ValueError(
-                f"data.validation_split={self.split} is what is trained on; hold out another, or leave it out for the "
-                "last data.validation_fraction"
-            )
+        for key, otherwise in (("validation_split", " for the last data.validation_fraction"), ("test_split", "")):
+            if (held_out := getattr(self, key)) and _overlap(self.split, held_out):
+                raise ValueError(
+                    f"data.{key}={held_out} has rows that are trained on (data.split={self.split}); hold out others, "
+                    f"or leave it out{otherwise}"
+                )
         if self.validation_split and self.validation_fraction != DataConfig.validation_fraction:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} holds out the end of data.split, and "
                 f"data.validation_split={self.validation_split} is held out in its place; leave the first out, or use "
                 "data.validation_split=null"
             )
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two splits certainly have rows in common; two slices of a split may be cut side by side."""
+    for a, b in itertools.product(re.split(r"\s*\+\s*", one), re.split(r"\s*\+\s*", other)):
+        wholes = {part for part in (a, b) if "[" not in part}
+        if a == b or "all" in wholes or (wholes and a.partition("[")[0] == b.partition("[")[0]):
+            return True
+    return False
 
 
 def check_tokenizer(name: str) -> None:

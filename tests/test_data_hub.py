@@ -377,7 +377,7 @@ def test_wikitext_from_its_own_files(names, tmp_path, cache):
     assert dataset.manifest["splits"]["train"]["documents"] == 2
     assert list(dataset.tokens) == ["train", "validation"]
     for key, value in {
-        "split": "train[:1%]", "validation_split": "test", "test_split": "train", "text_field": "body",
+        "split": "train[:1%]", "validation_split": "test", "test_split": "other", "text_field": "body",
         "streaming": True, "validation_fraction": 0.5,
     }.items():  # fmt: skip
         cut = {"validation_split": None} if key == "validation_fraction" else {}

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -531,7 +532,12 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
         ({"cache_dir": ""}, "data.cache_dir='' is empty; use data.cache_dir=~/.cache/flashgpt/data"),
         (
             {"source": "hub", "name": "a/b", "validation_split": "train"},
-            "data.validation_split=train is what is trained on",
+            "data.validation_split=train has rows that are trained on (data.split=train); hold out others, or leave it "
+            "out for the last data.validation_fraction",
+        ),
+        (
+            {"source": "hub", "name": "a/b", "split": "train+test", "test_split": "test"},
+            "data.test_split=test has rows that are trained on (data.split=train+test); hold out others, or leave it",
         ),
         (
             {"source": "hub", "local_dir": "x", "revision": "main"},
@@ -551,6 +557,30 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
 def test_impossible_configuration(values, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         DataConfig(**values)
+
+
+@pytest.mark.parametrize("key", ["validation_split", "test_split"])
+@pytest.mark.parametrize(
+    ("split", "held_out", "overlap"),
+    [
+        ("train+validation", "validation", True),
+        ("train", "train[:10%]", True),
+        ("train[:10%]", "train", True),
+        ("train[:10%]", "train[:10%]", True),
+        ("train[:10%] + test", "validation+test[:5]", True),
+        ("all", "validation", True),
+        ("train", "all", True),
+        ("train[:90%]", "train[90%:]", False),
+        ("train[:90%]+test", "train[90%:]+validation", False),
+        ("train", "train2", False),
+        ("train", "validation", False),
+    ],
+)
+def test_rows_that_are_trained_on_are_not_held_out(key, split, held_out, overlap):
+    """Where it is certain: two slices of a split may be cut side by side."""
+    says = re.escape(f"data.{key}={held_out} has rows")
+    with pytest.raises(ValueError, match=says) if overlap else nullcontext():
+        DataConfig(source="hub", name="a/b", split=split, **{key: held_out})
 
 
 def test_unknown_tokenizer():
