@@ -61,6 +61,7 @@ def open_source(data: DataConfig) -> Source:
         )
     if data.source == "text":
         files, field = textfiles.inspect(textfiles.find(data.files)), data.text_field
+        textfiles.refuse_copies(files)
         identity = {
             "source": "text",
             "files": [file.identity for file in files],

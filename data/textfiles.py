@@ -79,6 +79,14 @@ def find(patterns: list[str]) -> list[Path]:
     return paths
 
 
+def refuse_copies(files: list[TextFile]) -> None:
+    """As `find` refuses a link: what is held out at the end of one would be trained on in the other."""
+    first: dict[str, Path] = {}
+    for file in files:
+        if (other := first.setdefault(file.sha256, file.path)) != file.path:
+            raise ValueError(f"data.files names one text twice, as {other} and {file.path}; name it once")
+
+
 def inspect(paths: list[Path]) -> list[TextFile]:
     """Hash every file (2 GB/s a core) and check what can be said before parsing: not empty, and text is UTF-8."""
     files = []

@@ -492,6 +492,15 @@ def test_a_file_is_named_once(corpus, tmp_path, cache):
             opened(cache, [str(corpus), again])
 
 
+def test_a_copy_of_a_file_is_the_same_text(corpus, tmp_path, cache):
+    shutil.copy(corpus, tmp_path / "other.txt")
+    says = rf"^data\.files names one text twice, as {corpus} and {tmp_path / 'other.txt'}; name it once$"
+    with pytest.raises(ValueError, match=says):
+        opened(cache, str(tmp_path / "*.txt"))
+    (tmp_path / "other.txt").write_text(TEXT + "more")
+    opened(cache, str(tmp_path / "*.txt"))
+
+
 def test_seq_len_longer_than_a_split(corpus, cache):
     held_out = len(TEXT) - int(len(TEXT) * 0.9)
     # the latter too long for the other split as well, and for any two
