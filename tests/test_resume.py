@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -358,6 +359,23 @@ def test_a_text_that_has_changed_is_refused_whatever_else_changes():
         refuse_another_text(checkpoint, {"data": before | {key: value}}, "then")
     for key, value in {"files": ["b.txt"], "validation_fraction": 0.2}.items():
         refuse_another_text(checkpoint, {"data": before | {key: value}}, "now")
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"source": "text", "files": ["a.txt"]}, "data.files=['a.txt'] {}, name the new one (data.files=NEW), or"),
+        ({"local_dir": "x", "name": "a/b"}, "data.local_dir=x {}, name the new one (data.local_dir=NEW), or"),
+        ({"local_dir": None, "name": "a/b"}, "data.name=a/b {}, name the new one (data.revision=NEW), or"),
+        ({"source": "embedded"}, "data.source=embedded {}, or"),
+    ],
+)
+def test_a_new_text_is_named_with_the_key_of_its_source(named, says):
+    data = {"source": "hub", "files": None} | named
+    checkpoint = SimpleNamespace(path="run", meta={"data_fingerprint": "then", "settings": {"data": data}})
+    says = says.format("has changed since (then, now now); put it back")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        refuse_another_text(checkpoint, {"data": data}, "now")
 
 
 # --- compiled, and on a GPU

@@ -26,6 +26,8 @@ MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "atten
 MAY_BE_LEARNED = ("window", "rope_base")
 # keys of the data group that do not change the text and its split
 NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "num_workers")
+# the first of these that is set says which text it is, and beside it which key names a new one; Python's own has none
+NAMES_THE_TEXT = {"files": "files", "local_dir": "local_dir", "name": "revision"}
 # keys that a validation loss depends on
 OF_THE_EVALUATION = ("data.seq_len", "data.document_mask", "train.eval_windows")
 
@@ -153,10 +155,11 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
     then, before, now = checkpoint.meta["data_fingerprint"], checkpoint.meta["settings"]["data"], settings["data"]
     same = all(before.get(key, now[key]) == now[key] for key in now if key not in NOT_OF_THE_TEXT)
     if same and then != fingerprint:
-        text = f"data.files={now['files']}" if now["files"] else f"data.source={now['source']}"
+        key = next((key for key in NAMES_THE_TEXT if now.get(key)), "source")
+        another = f", name the new one (data.{NAMES_THE_TEXT[key]}=NEW)" if key in NAMES_THE_TEXT else ""
         raise ValueError(
-            f"resume={checkpoint.path} was trained on another text: {text} has changed since ({then[:12]}, now "
-            f"{fingerprint[:12]}); put it back, name the new one (data.files=NEW), or begin a run of its own with "
+            f"resume={checkpoint.path} was trained on another text: data.{key}={now[key]} has changed since "
+            f"({then[:12]}, now {fingerprint[:12]}); put it back{another}, or begin a run of its own with "
             f"init_from={checkpoint.path}"
         )
 
