@@ -254,7 +254,7 @@ CASES = [
          ["logger.wandb=online"], environment(WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")),
     Case("wandb without a login", "wandb", "no login was found", "logger.wandb=offline", ["logger.wandb=online"],
          no_login),
-    Case("WANDB_MODE that is none", "wandb", "WANDB_MODE=maybe", "unset it", ["logger.wandb=auto"],
+    Case("WANDB_MODE that is none", "wandb", "WANDB_MODE=maybe", "use logger.wandb=offline", ["logger.wandb=auto"],
          environment(WANDB_MODE="maybe")),
     Case("a damaged checkpoint", "resume", "model.safetensors is damaged", "use another checkpoint",
          ["resume={p}/first/checkpoints/last"], damaged_checkpoint),
