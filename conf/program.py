@@ -6,6 +6,7 @@ after the run has begun to write leaves its traceback in the run's folder; HYDRA
 """
 
 import getpass
+import itertools
 import os
 import shutil
 import signal
@@ -52,10 +53,6 @@ SIGNALLED = 128  # exit codes above it are 128 + a signal
 NEWER = (3, 14)  # its argparse checks help texts at once, and one of Hydra 1.3's is not a string (hydra #3121)
 
 S = TypeVar("S")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used: one line, the key, the value, the remedy."""
 
 
 def program(
@@ -249,7 +246,7 @@ class _Runs(Generic[S]):
             message += keep_traceback(folder / "error.log")
         self.end_all(folder, message, EXIT_USER_ERROR)
         if os.getpid() != self.process:  # in a launcher's job; its end is read in `process`
-            raise ConfigError(message) from error
+            raise ValueError(message) from error
         self.exit_codes.append(fail(message))
         parsed = OverridesParser.create().parse_overrides(self.values)
         swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
@@ -314,14 +311,14 @@ def _typed(schema: type) -> DictConfig:
 
 
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
-    """Merge `cfg` strictly into the dataclasses of `schema` and return them; raise ConfigError with one line."""
+    """Merge `cfg` strictly into the dataclasses of `schema` and return them; raise ValueError with one line."""
     keys = known_keys(schema)
     for key in _missing(OmegaConf.to_container(cfg)):
-        raise ConfigError(no_value(key))
+        raise ValueError(no_value(key))
     for name in cfg:
         # OmegaConf would not say which key it means
         if name in keys and is_dataclass(keys[name].type) and not OmegaConf.is_dict(cfg[name]):
-            raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
+            raise ValueError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
         for key in (name for name, known in keys.items() if known.type in (bool, bool | None)):
             if isinstance(value := OmegaConf.select(cfg, key), int) and value not in (0, 1):  # true to OmegaConf
@@ -329,18 +326,18 @@ def settings_from(cfg: DictConfig, schema: type[S]) -> S:
         merged = OmegaConf.merge(_typed(schema), cfg)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(error, keys, cfg)) from error
+        raise ValueError(explain(error, keys, cfg)) from error
 
 
 def changed(settings: S, change: str) -> S:
-    """`settings` with KEY=VALUE, read as on a command line; ConfigError where no run has such a key or value."""
+    """`settings` with KEY=VALUE, read as on a command line; ValueError where no run has such a key or value."""
     cfg = OmegaConf.create(literal(asdict(settings)))
     cfg.merge_with_dotlist([change])
     return settings_from(cfg, type(settings))
 
 
 def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
-    """ConfigError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing.
+    """ValueError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing.
 
     resumed: of a run with settings of its own, which have the value, or takes only files whose groups were typed, an
         experiment's not.
@@ -348,16 +345,16 @@ def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
     hydra_config = HydraConfig.get()
     typed = set(map(key_of, _as_given()))
     folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
-    for folder in [Path(__file__).parent, *folders]:
-        for group, name in hydra_config.runtime.choices.items():
-            if resumed is not None and (group not in typed or group == "experiment"):
-                continue
-            if (file := folder / group / f"{name}.yaml").is_file():
-                first_line = file.read_text(encoding="utf-8").partition("\n")[0]
-                package = "" if "@package _global_" in first_line else group
-                for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
-                    if key not in typed and (resumed is None or OmegaConf.select(resumed, key) is None):
-                        raise ConfigError(no_value(key, f"{group}={name}"))
+    groups = [group for group in hydra_config.runtime.choices if resumed is None or group in typed - {"experiment"}]
+    for folder, group in itertools.product([Path(__file__).parent, *folders], groups):
+        name = hydra_config.runtime.choices[group]
+        if not (file := folder / group / f"{name}.yaml").is_file():
+            continue
+        first_line = file.read_text(encoding="utf-8").partition("\n")[0]
+        package = "" if "@package _global_" in first_line else group
+        for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
+            if key not in typed and (resumed is None or OmegaConf.select(resumed, key) is None):
+                raise ValueError(no_value(key, f"{group}={name}"))
 
 
 def _missing(values: Any, key: str = "") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Who sees whom: a probe of masks and positions, on a small model with the run's own kind of attention.
 
-Three parts, each a way in which a GPT is called: `model` (a plain forward), `packing` (documents end to end) and
-`KV cache` (a prompt in pieces, then token by token). In each
+Four parts, each a way in which a GPT is called: `model` (a plain forward), `packing` (documents end to end), `KV cache`
+and `paged KV cache` (a prompt in pieces, then token by token). In each
   - one token is changed, and exactly the logits may move that are behind it, in its document, within its window;
   - attention's own matrix is read, with one-hot values in place of V, and must be positive exactly where the mask is;
   - every document must have the logits that a plain forward of it alone gives.

@@ -8,7 +8,7 @@ and each table says its own commit.
     python -m scripts.evidence attention/peers training    that one, and those whose names begin so
     python -m scripts.evidence tables                      the tables alone, from the files as they are
 
-All of them need a GPU (those of several processes two), GPT-2's vocabulary, the packages of PEERS below, and clones of
+Nearly all need a GPU (those of several processes two), GPT-2's vocabulary, the packages of PEERS below, and clones of
 nanoGPT and nanochat in `.cache/`. Where the code was copied without its git history, the environment variable
 GIT_COMMIT must name its commit. The exit code is 1 where an experiment did not end as it should. The last line is one
 JSON object.

@@ -34,9 +34,7 @@ class BertUnpadSelfAttention(nn.Module):
         super().__init__()
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.hidden_size // config.num_attention_heads
-        self.all_head_size = config.hidden_size
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
-        self.p_dropout = config.attention_probs_dropout_prob
         self.Wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
 
     def forward(

@@ -27,7 +27,6 @@ from training.checkpoint import given_or_newest, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.trained import load_trained
 
-MOST = 2**28  # tokens of one prompt's samples; the random number of each takes 8 bytes
 CACHES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -53,11 +52,6 @@ class SampleSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        if self.num_samples > 0 and self.num_samples * self.max_new_tokens > MOST:
-            raise ValueError(
-                f"num_samples={self.num_samples} of max_new_tokens={self.max_new_tokens} each are more than {MOST:,} "
-                "tokens of a prompt; use fewer"
-            )
         refuse_out_of_range("", self, "num_samples", "max_new_tokens", "batch_size")
         refuse_unknown("", self, cache=CACHES)
         check_sampling(self.temperature, self.top_k, self.top_p)

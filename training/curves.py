@@ -158,7 +158,7 @@ class LossPicture:
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self.path, self._say, self._failed = run_dir / "loss.png", say, False
-        self.drawn = False  # when it was last tried
+        self.drawn = False  # whether the last try succeeded
         self._next = 0.0  # when it may be drawn again, on perf_counter; 0: it never was
 
     def draw(self, *, last: bool = False) -> None:

@@ -1,8 +1,8 @@
 """The training step as CUDA graphs: one launch in place of one a kernel.
 
 A step of a small model is a thousand kernels, and Python takes longer to launch them than a GPU to run them. So forward
-and backward of a micro-batch are one graph, the optimizer's step another, both captured from the code that runs without
-them. They give the same bits.
+and backward of a micro-batch are one graph (one of a step's first, one of those that add to it), the optimizer's step
+another, captured from the code that runs without them. They give the same bits.
 """
 
 from collections.abc import Callable

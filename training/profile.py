@@ -33,8 +33,8 @@ RECORDED_STEPS = 3  # enough for a mean; a trace of GPT-2 124M grows by about 1 
 STEPS_NEEDED = SKIPPED_STEPS + WARMUP_STEPS + RECORDED_STEPS
 
 # The first that fits decides. A name is "operator | kernel" in lower case; compiled kernels are named after what was
-# fused into them, for example triton_red_fused__softmax_mul. Batched products (bmm) are naive attention's: every
-# other product of the model has one weight for the whole batch.
+# fused into them, for example triton_red_fused__softmax_mul. Batched products (bmm) are attention's, naive or of short
+# sequences on a CPU: every other product of the model has one weight for the whole batch.
 GROUPS = {
     "optimizer": r"multi_tensor_apply|_foreach|adam|optimizer\.step|clip_grad",
     "cross-entropy": r"cross_entropy|nll_?loss|log_?softmax",

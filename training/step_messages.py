@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from training.parallel import World
 
-NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
+NUM_VOTES = 8  # room for the reasons to stop that a process can vote for, training/stop.py
 SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others for so many steps is named
 
 

@@ -130,16 +130,7 @@ def start_wandb(
     """
     if mode == "disabled":
         return None, f"wandb off ({why})", 0
-    # one id for each run folder, so that a resumed run is the same wandb run; half an id, after a power cut, is none
-    id_file = run_dir / "wandb_id"
-    run_id, sent = _written(id_file) or (secrets.token_hex(4), 0)
-    offline = sorted(run_dir.glob(f"wandb/offline-run-*-{run_id}"))
-    unsent = [folder for folder in offline if not list(folder.glob("*.synced"))]
-    online = run_dir.glob(f"wandb/run-*-{run_id}")
-    latest = max([*offline, *online], key=lambda folder: folder.name.removeprefix("offline-"), default=None)
-    if latest is not None and latest not in unsent:
-        sent = recorded
-    id_file.write_text(f"{run_id} {sent}\n")
+    run_id, sent, unsent = _earlier_lives(run_dir, recorded)
     # its process would print its own log on the console
     if not os.environ.get("WANDB_CACHE_DIR") and not _can_write_below_home():
         os.environ["WANDB_CACHE_DIR"] = str(run_dir.resolve())
@@ -184,11 +175,22 @@ def start_wandb(
     return run, note, sent if mode == "offline" else 0
 
 
-def _written(id_file: Path) -> tuple[str, int] | None:
-    """(the run's id, the last step that wandb's server may have); None where the file has neither."""
+def _earlier_lives(run_dir: Path, recorded: int) -> tuple[str, int, list[Path]]:
+    """The run's id in wandb, the last step that the server may have, and the offline folders that it has not.
+
+    A folder has one id, so that a resumed run is the same wandb run; half an id, after a power cut, is none.
+    """
+    id_file = run_dir / "wandb_id"
     text = id_file.read_text(errors="replace") if id_file.exists() else ""
-    found = re.fullmatch(r"([\w-]+)(?: (\d+))?", text.strip(), flags=re.ASCII)
-    return (found[1], int(found[2] or 0)) if found else None
+    written = re.fullmatch(r"([\w-]+)(?: (\d+))?", text.strip(), flags=re.ASCII)
+    run_id, sent = (written[1], int(written[2] or 0)) if written else (secrets.token_hex(4), 0)
+    offline = list(run_dir.glob(f"wandb/offline-run-*-{run_id}"))
+    unsent = [folder for folder in offline if not list(folder.glob("*.synced"))]
+    lives = [*offline, *run_dir.glob(f"wandb/run-*-{run_id}")]  # their names tell when each began
+    if lives and max(lives, key=lambda folder: folder.name.removeprefix("offline-")) not in unsent:
+        sent = recorded
+    id_file.write_text(f"{run_id} {sent}\n")
+    return run_id, sent, unsent
 
 
 def _can_write_below_home() -> bool:
