@@ -183,7 +183,10 @@ class _Runs(Generic[S]):
         return self.processes is None or self.processes.is_first
 
     def run_one(self, cfg: DictConfig) -> None:
-        """One run with Hydra's `cfg`. If it is refused or stops, the other runs of a sweep still start."""
+        """One run with Hydra's `cfg`. If it is refused or stops, the other runs of a sweep still start.
+
+        Of several processes a refusal ends all: the others may wait in a collective for one that has refused.
+        """
         folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
         if self.processes:
             folder = Path(self.processes.broadcast(str(folder)))

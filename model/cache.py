@@ -66,7 +66,7 @@ class KVCache:
             self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
             self.scales: list[Tensor] = []  # of keys and of values
             if dtype.itemsize == 1:
-                self.scales = [torch.ones(shape[:4], device=device) for _ in range(2)]
+                self.scales = [torch.ones(shape[:4], device=device, dtype=torch.float32) for _ in range(2)]
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ValueError(
                 f"a KV cache of {num_rows} rows of {max_tokens} tokens needs {needed / 2**30:.2f} GiB and "

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.support import refuse_torch_func
+
 
 def embed(tokens: Tensor, table: Tensor) -> Tensor:
     """Rows of `table` (V, C) for `tokens` (...) int64: (..., C)."""
+    refuse_torch_func("a GPT's embedding", "torch.autograd.grad")
     return _Embed.apply(tokens, table)
 
 

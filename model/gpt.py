@@ -1,4 +1,4 @@
-"""The network, top to bottom: rotary positions, attention, MLP, block, GPT.
+"""The network, top to bottom: attention, MLP, block, GPT.
 
 Letters in the shapes: B sequences, N tokens in each, C = n_embd, Hq query heads, Hkv key/value heads,
 D = head_dim, V = vocab_size.
@@ -11,20 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import (
-    cross_entropy,
-    linear_cross_entropy,
-    rms_norm,
-    rotate_and_split,
-    skinny_linear,
-    takes_skinny_linear,
-)
+from kernels import cross_entropy, linear_cross_entropy, rms_norm, rotate_and_split, skinny_linear, takes_skinny_linear
 from model.attention import ATTENTION, AttentionFunction, Documents, Part
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.config import GPTConfig, round_up
 from model.embedding import embed
-from model.fp8 import use_fp8
+from model.fp8 import Linear8, use_fp8
 from model.masks import Pattern, parse_mask
+from model.positions import positions_in, rope_tables
 from model.recompute import recompute
 
 NORM_EPS = 1e-6  # small beside the mean square of a fresh embedding, 0.02 ** 2 = 4e-4
@@ -38,25 +32,6 @@ def norm(x: Tensor) -> Tensor:
     The matrix that follows can absorb a gain; its gradient would cost one more pass over all tokens.
     """
     return rms_norm(x, NORM_EPS)
-
-
-def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine of position x frequency, each (seq_len, 1, D) fp32.
-
-    Source: RoFormer, arXiv:2104.09864, with the pairs half a head apart.
-    """
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2,)
-    # in float64: at position 32,768 an fp32 angle is already off by 1e-3
-    angle = torch.arange(seq_len, dtype=torch.float64)[:, None, None] * frequency  # (seq_len, 1, D/2)
-    cos, sin = angle.cos().float(), angle.sin().float()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def positions_in(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Each token's position in its document, (num_tokens,) int64, from (documents + 1,) starts."""
-    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens, tokens.to(cu_seqlens.dtype), right=True) - 1
-    return tokens - cu_seqlens[document]
 
 
 class CausalSelfAttention(nn.Module):
@@ -169,6 +144,13 @@ class Block(nn.Module):
         x = x + F.dropout(self.mlp(norm(x)), self.dropout, self.training)
         return x  # (B, N, C)
 
+    def can_decode(self) -> bool:
+        """Whether `decode` computes what `forward` does: no product is another's or has a bias, and nobody hooks on."""
+        attention, mlp = self.attention, self.mlp
+        products = attention.qkv, attention.out, mlp.up, mlp.down
+        plain = all(type(product) in (nn.Linear, Linear8) and product.bias is None for product in products)
+        return plain and not any(m._forward_hooks or m._forward_pre_hooks for m in (self, attention, mlp, *products))
+
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache) -> Tensor:
         """`forward` of the few tokens of a step of generation: attention, and four products with the rest fused in."""
         attention, mlp = self.attention, self.mlp
@@ -181,8 +163,8 @@ class Block(nn.Module):
         h = skinny_linear(x, mlp.up.weight, norm_eps=NORM_EPS, activation=mlp.kind)
         return skinny_linear(h, mlp.down.weight, residual=x, workspace=kv_cache.products_workspace)  # (B, N, C)
 
-    def costly_products(self) -> tuple[nn.Linear, ...]:
-        """The products whose outputs activation_checkpointing=selective keeps, besides attention's.
+    def costly_products(self) -> tuple[tuple[int, int], ...]:
+        """(inputs, outputs) of the products whose results activation_checkpointing=selective keeps beside attention's.
 
         Keeping a tensor costs bytes and saves the FLOPs of computing it again. For a token and layer in 16 bit:
 
@@ -197,7 +179,10 @@ class Block(nn.Module):
         attention's O, qkv and out a token and layer keeps 14C bytes, its input x among them, and computes 8C^2 FLOPs
         again. With up kept too it would be 22C and none; `full` keeps 4C and computes all 16C^2 and attention again.
         """
-        return self.attention.qkv, self.attention.out
+        width, kv_width = (
+            heads * self.attention.head_dim for heads in (self.attention.num_heads, self.attention.kv_heads)
+        )
+        return (width, width + 2 * kv_width), (width, width)
 
 
 class GPT(nn.Module):
@@ -234,6 +219,8 @@ class GPT(nn.Module):
             if getattr(config, key) == "auto":
                 raise ValueError(f"model.{key}=auto is not yet a choice; give GPT what resolve_model makes of it")
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
         padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
         with torch.device("meta"):  # shapes only: init_weights draws each number once
             self.embedding = nn.Embedding(padded_vocab, config.n_embd)
@@ -258,10 +245,20 @@ class GPT(nn.Module):
             pattern = Pattern(config.mask, config.window, seq_len, device)
             for block in self.blocks:
                 block.attention.pattern = pattern
-        cos, sin = rope_tables(seq_len, config.head_dim, config.rope_base)
-        self.register_buffer("cos", cos, persistent=False)  # recomputed, never part of a checkpoint
-        self.register_buffer("sin", sin, persistent=False)
         self.to(device)
+        self.register_load_state_dict_post_hook(GPT.make_tables)  # of weights that took the place of others, on meta
+
+    def _apply(self, *arguments, **options) -> "GPT":
+        """What `to`, `half`, `to_empty` and the like do to each tensor."""
+        self.cos = self.sin = None
+        super()._apply(*arguments, **options)
+        self.make_tables()
+        return self
+
+    def make_tables(self, *_) -> None:
+        """Those of rotary positions, fp32 beside weights of any dtype; never part of a checkpoint."""
+        tables = rope_tables(self.seq_len, self.config.head_dim, self.config.rope_base)
+        self.cos, self.sin = (table.to(self.embedding.weight.device) for table in tables)
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Normal weights of std 0.02; those that write to the residual stream divided by sqrt(2 layers).
@@ -303,7 +300,8 @@ class GPT(nn.Module):
         Raises:
             ValueError: the context would be longer than seq_len.
         """
-        assert kv_cache is None or (targets is None and cu_seqlens is None)
+        if kv_cache is not None and (targets is not None or cu_seqlens is not None):
+            raise ValueError("kv_cache goes with tokens alone; leave targets and cu_seqlens out")
         shape, documents = tokens.shape, None
         if kv_cache is None and tokens.size(1) > self.seq_len:
             raise ValueError(
@@ -328,7 +326,7 @@ class GPT(nn.Module):
                 positions = positions_in(cu_seqlens, tokens.size(1))
             cos, sin = self.cos[positions], self.sin[positions]
         x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
-        skinny = kv_cache is not None and takes_skinny_linear(x)
+        skinny = kv_cache is not None and takes_skinny_linear(x) and all(block.can_decode() for block in self.blocks)
         for block in self.blocks:
             if skinny:
                 x = block.decode(x, cos, sin, kv_cache)

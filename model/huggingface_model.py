@@ -25,8 +25,8 @@ from transformers.utils import logging
 from kernels import cross_entropy, linear_cross_entropy
 from model.config import GPTConfig
 from model.generation import Continuation, Drawn
-from model.gpt import positions_in
 from model.huggingface_masks import OF_NUMBERS
+from model.positions import positions_in
 
 IMPLEMENTATIONS = {"flash": huggingface.NAME, "tiled": huggingface.NAME, "sdpa": "sdpa", "naive": "eager"}
 # of GPTConfig, and what they are called there; a model that is loaded has its own

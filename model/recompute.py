@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 MODES = ("none", "pointwise", "full", "selective")
@@ -23,10 +23,10 @@ ATTENTION_OPERATORS = {
 }
 
 
-def recompute(block: Callable[..., Tensor], *inputs: Any, keep: tuple[nn.Linear, ...] | None = None) -> Tensor:
+def recompute(block: Callable[..., Tensor], *inputs: Any, keep: tuple[tuple[int, int], ...] | None = None) -> Tensor:
     """Run `block(*inputs)` and save only its inputs for backward.
 
-    With `keep` (which may be empty) also what attention and the products with these layers returned.
+    With `keep` (which may be empty) also what attention returned, and products of so many (inputs, outputs).
 
     The random state is restored, so that dropout draws the same mask the second time: the gradients are those of the
     plain call, bit for bit where the operators are deterministic. Without autograd it is the plain call.
@@ -34,7 +34,7 @@ def recompute(block: Callable[..., Tensor], *inputs: Any, keep: tuple[nn.Linear,
     if not torch.is_grad_enabled():
         return block(*inputs)
     if keep is not None:
-        policy = partial(_policy, tuple((layer.in_features, layer.out_features) for layer in keep))
+        policy = partial(_policy, keep)
     elif torch.compiler.is_compiling():  # without a policy the compiler would keep what our autograd functions make
         policy = _keep_nothing
     else:

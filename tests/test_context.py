@@ -271,7 +271,10 @@ def test_auto_takes_heads_where_it_can():
         ({"asked": "ring", "window": 4}, "ring takes no model.window; use parallel.context_method=gather"),
         ({"asked": "ring", "document_mask": True}, "ring takes no data.document_mask; use"),
         ({"asked": "ring", "attention_dropout": 0.1}, "ring takes no model.attention_dropout; use"),
-        ({"asked": "ring", "attention": "sdpa"}, "ring cannot run: lse in float32 is not supported by sdpa; use fl"),
+        (
+            {"asked": "ring", "attention": "sdpa"},
+            "ring cannot run: lse in float32 is not supported by sdpa; use model.attention=fl",
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_one_line(options, message):

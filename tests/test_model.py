@@ -1,5 +1,6 @@
 """The network: backends, causality, padding, the loss, initialisation, recomputation, compilation, sizes."""
 
+import copy
 import dataclasses
 import math
 import re
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
 from model.attention import SHORT, attend_with
 from model.embedding import embed, embedding_bwd
-from model.gpt import rope_tables
+from model.positions import rope_tables
 
 VOCAB = 65  # padded to 128
 SEQ_LEN = 32
@@ -556,3 +557,50 @@ def test_fused_products_of_a_step_give_the_same_logits(qk_norm, mlp, monkeypatch
                 cache.extend([0, 1, 2], last - first)
                 logits = model(tokens[:, first:last], kv_cache=cache)
                 torch.testing.assert_close(logits, expected[:, first:last], rtol=1e-4, atol=1e-5)
+
+
+def test_tables_are_made_again_wherever_the_weights_come_from():
+    """fp32 beside weights of 16 bits, and of an empty model, too: PyTorch would cast them, or leave them empty."""
+    model, tokens = small_gpt(), torch.randint(VOCAB, (1, SEQ_LEN))
+    expected = model(tokens)
+    for assign in (False, True):
+        other = GPT(small_config(), VOCAB, SEQ_LEN, device="meta")
+        if not assign:
+            other.to_empty(device="cpu")
+        other.load_state_dict(model.state_dict(), assign=assign)
+        assert torch.equal(other(tokens), expected)
+    half = copy.deepcopy(model).bfloat16()
+    assert half.cos.dtype == torch.float32
+    assert torch.equal(half.float().sin, model.sin)
+    assert not {"cos", "sin"} & model.state_dict().keys()
+
+
+@pytest.mark.parametrize("change", ["bias", "class", "hook", "block's hook"])
+def test_what_is_put_around_a_product_is_there_in_a_step_of_generation(change, monkeypatch):
+    """As LoRA, probes and quantization do. On a GPU the few tokens of a step go through fused products."""
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    monkeypatch.setattr("model.gpt.takes_skinny_linear", lambda x: not torch.is_grad_enabled())
+    model, tokens = small_gpt().eval(), torch.randint(VOCAB, (1, 8))
+    block = model.blocks[1]
+    assert block.can_decode()
+    match change:
+        case "bias":
+            block.mlp.up.bias = torch.nn.Parameter(torch.ones(block.mlp.up.out_features))
+        case "class":
+            block.attention.out.__class__ = Doubled
+        case "hook":
+            block.attention.qkv.register_forward_hook(lambda module, inputs, output: 2 * output)
+        case "block's hook":
+            block.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0], *inputs[1:]))
+    assert not block.can_decode()
+    with torch.no_grad():
+        cache, steps = model.make_cache(1), []
+        cache.allocate(0)
+        for token in tokens[0]:
+            cache.extend([0], 1)
+            steps.append(model(token.view(1, 1), kv_cache=cache))
+        torch.testing.assert_close(torch.cat(steps, 1), model(tokens))

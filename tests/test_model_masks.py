@@ -9,8 +9,8 @@ import torch
 from data import document_starts
 from kernels import place_documents
 from model import GPT, GPTConfig, resolve_attention, resolve_model
-from model.gpt import positions_in
 from model.masks import Pattern, mask_mod
+from model.positions import positions_in
 from scripts.causality import probe
 from tests.runs import settings, small_run, told
 from train import train

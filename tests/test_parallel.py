@@ -20,6 +20,7 @@ import torch.distributed as dist
 from model import GPTConfig
 from scripts.cluster import network
 from tests.runs import settings, small_run
+from train import train
 from training import parallel
 from training.context import context_parallel
 from training.gradient_sum import GradientSum
@@ -556,12 +557,15 @@ def test_processes_cannot_share_a_device_that_has_no_collectives():
         several(2).flat_mesh(torch.device("mps"))
 
 
-def test_a_process_with_another_text_is_named(tmp_path):
+@pytest.mark.parametrize("what", ["text", "checkpoint"])
+def test_a_process_with_other_files_is_named(tmp_path, what, one_thread):
     """A file of the same name on a disk of its own; nothing else would tell, as all add the same gradients."""
+    train(small_run(tmp_path, "train.steps=1"), tmp_path / "first")
     world = several(2)
-    world.all_gather = lambda value: [value, "0" * 64 if isinstance(value, str) else value]
-    with pytest.raises(ValueError, match=r"rank 1 of 2 on host1 has another text than rank 0 \(fingerprint 000000"):
-        resolve(small_run(tmp_path), tmp_path / "run", report=lambda line: None, world=world)
+    world.all_gather = lambda value: [value, value | {what: "0" * 64} if what in (value or ()) else value]
+    settings = small_run(tmp_path, f"init_from={tmp_path / 'first'}", "optim.lr=1e-3")
+    with pytest.raises(ValueError, match=rf"rank 1 of 2 on host1 has another {what} than rank 0 \(fingerprint 000000"):
+        resolve(settings, tmp_path / "run", report=lambda line: None, world=world)
 
 
 def test_a_slow_process_is_named_once():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.fused.rotary import rotary_bwd, rotary_fwd, rotate, rotate_and_split
-from model.gpt import rope_tables
+from model.positions import rope_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [

@@ -59,6 +59,11 @@ class Checkpoint:
         """Optimizer steps done."""
         return self.meta["step"]
 
+    @property
+    def manifest_sha256(self) -> str:
+        """Of the sums of all its files."""
+        return fingerprint(self.path / MANIFEST)["sha256"]
+
     def load_weights(self, model: nn.Module) -> None:
         """Copy the weights into `model`, on its device; ValueError names a tensor that does not fit."""
         device = next(model.parameters()).device

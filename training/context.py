@@ -16,7 +16,7 @@ from kernels import place_documents, why_not
 from model import GPT, GPTConfig, attend_with
 from model.attention import Documents, Part
 from model.context import METHODS, documents_of_chunks, part_of
-from model.gpt import positions_in
+from model.positions import positions_in
 from training.parallel import ParallelConfig, World
 
 
@@ -140,5 +140,7 @@ def resolve_method(
         for key in (key for key, used in beyond.items() if used):
             raise ValueError(f"parallel.context_method=ring takes no {key}; use parallel.context_method=gather")
         if obstacle := why_not(model.attention, dtype, ("lse",)):
-            raise ValueError(f"parallel.context_method=ring cannot run: {obstacle}")
+            reason = obstacle.partition(";")[0]
+            remedy = "use model.attention=flash, or on a CPU naive or tiled"
+            raise ValueError(f"parallel.context_method=ring cannot run: {reason}; {remedy}")
     return method, reason

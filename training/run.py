@@ -227,7 +227,9 @@ def resolve(
         resumed_path = str(text["resumed"].path) if text.get("resumed") else None
         world.broadcast({"micro_batch": plan.micro_batch, "resume": resumed_path})
     if text:
-        _refuse_texts_that_differ(world, text["dataset"].fingerprint)
+        checkpoint = text["resumed"] or text["initial"]
+        sums = {"text": text["dataset"].fingerprint, "checkpoint": checkpoint.manifest_sha256 if checkpoint else ""}
+        _refuse_files_that_differ(world, sums)
     chosen = replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch))
     context = None
     if world.context > 1:
@@ -302,12 +304,15 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
     return not found, f"{reason}; hardware.cuda_graphs=true tries all the same" if found and not key else reason
 
 
-def _refuse_texts_that_differ(world: World, fingerprint: str) -> None:
-    """ValueError where a process found another text under the same name, as on another disk."""
-    fingerprints = world.all_gather(fingerprint)
-    for rank, found in enumerate(fingerprints):
-        if found != fingerprints[0]:
+def _refuse_files_that_differ(world: World, sums: dict[str, str]) -> None:
+    """ValueError where a process found another text or checkpoint under the same name, as on another disk.
+
+    Of a text nobody else would tell, as all add the same gradients; nor of weights that each holds some rows of.
+    """
+    first, *others = world.all_gather(sums)
+    for rank, found in enumerate(others, 1):
+        for what in (what for what in found if found[what] != first[what]):
             raise ValueError(
-                f"{world.describe(rank)} has another text than rank 0 (fingerprint {found[:12]}, there "
-                f"{fingerprints[0][:12]}); give all hosts the same files"
+                f"{world.describe(rank)} has another {what} than rank 0 (fingerprint {found[what][:12]}, there "
+                f"{first[what][:12]}); give all hosts the same files"
             )
