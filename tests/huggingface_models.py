@@ -1,6 +1,7 @@
 """Tiny random models of transformers' families, and what is asked of each with our attention and with theirs."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,7 +87,8 @@ def padding(side: str, rows=3, length=N):
 def pytorch_on_a_cpu(monkeypatch) -> None:
     """What a CPU without Triton's interpreter runs: the mathematics of the kernels in PyTorch."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(kernels, "why_not", lambda *_, **__: "the interpreter is off")
+        off = {"why_not": lambda *_, **__: "the interpreter is off"}
+        monkeypatch.setattr(huggingface, "kernels", SimpleNamespace(**vars(kernels) | off))
         naive = kernels.naive_attention_with_kvcache
         monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", naive)
         monkeypatch.setattr(huggingface, "KVCacheLayers", lambda **options: partial(naive, **options))

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from data.shards import flush
+from data.shards import file_sha256, flush
 from training.checkpoint_files import fingerprint, read_json, write_json, write_state, write_weights
 from training.shard import local_shard, shard_of
 
@@ -62,7 +62,7 @@ class Checkpoint:
     @property
     def manifest_sha256(self) -> str:
         """Of the sums of all its files."""
-        return fingerprint(self.path / MANIFEST)["sha256"]
+        return file_sha256(self.path / MANIFEST)
 
     def load_weights(self, model: nn.Module) -> None:
         """Copy the weights into `model`, on its device; ValueError names a tensor that does not fit."""
