@@ -257,8 +257,10 @@ class GPT(nn.Module):
 
     def make_tables(self, *_) -> None:
         """Those of rotary positions, fp32 beside weights of any dtype; never part of a checkpoint."""
-        tables = rope_tables(self.seq_len, self.config.head_dim, self.config.rope_base)
-        self.cos, self.sin = (table.to(self.embedding.weight.device) for table in tables)
+        device = self.embedding.weight.device
+        if self.cos is None or self.cos.device != device:  # or a captured graph may read them where they are
+            tables = rope_tables(self.seq_len, self.config.head_dim, self.config.rope_base)
+            self.cos, self.sin = (table.to(device) for table in tables)
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Normal weights of std 0.02; those that write to the residual stream divided by sqrt(2 layers).
