@@ -127,7 +127,6 @@ def full_model(model: GPT) -> GPT:
         return model
     made = GPT(model.config, model.vocab_size, model.seq_len, device="meta")
     made.load_state_dict(weights, assign=True)
-    made.cos, made.sin = model.cos, model.sin
     for block, theirs in zip(made.blocks, model.blocks, strict=True):
         block.attention.attend, block.attention.pattern = theirs.attention.attend, theirs.attention.pattern
     return made.train(model.training)
