@@ -330,12 +330,12 @@ def headline(folder: Path) -> str:
 def _brief(found: Reports) -> str:
     """GPU, torch and commits."""
     sources = [report["provenance"] for report in found.values()]
-    words = [
-        [str(source["gpu"]) for source in sources],
-        [f"torch {source['versions']['torch']}" for source in sources],
-        [f"commit {str(source['commit'])[:7]}" for source in sources],
-    ]
-    return ", ".join(" and ".join(dict.fromkeys(word)) for word in words)
+    words = {
+        "": [str(source["gpu"]) for source in sources],
+        "torch ": [source["versions"]["torch"] for source in sources],
+        "commit ": [str(source["commit"])[:7] for source in sources],
+    }
+    return ", ".join(name + " and ".join(dict.fromkeys(word)) for name, word in words.items())
 
 
 def inserted(text: str, name: str, content: str) -> str:
