@@ -25,7 +25,8 @@ from training.lock import NAME as LOCK
 EXIT_USER_ERROR = 2
 # Hydra's messages -> ours
 _HYDRAS = {
-    r"(?:for argument|Sweep parameters) '(.*?)'": "{} is several values; use -m for one run each, or one value",
+    r"Ambiguous value for argument '(.*?)'": "{} is several values; use -m for one run each, or one value",
+    r"Sweep parameters '(.*?)' requires": "{} is several values; use -m for one run each, or one value",
     r"Error merging override (.*)": "{} has the wrong type; write a value as `--cfg job` shows it",
     r"Additional config directory '(.*?)' not found": "--config-dir={} is not a folder; name one",
     r"(\w+)(?:\. To override| appears more than once)": "+{0} adds a group, and {0} is there; write {0}=NAME",

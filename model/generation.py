@@ -180,8 +180,8 @@ class Generation:
         self.drawn = torch.zeros_like(self.tokens)  # of each row: tokens generated
         self.on_cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
-        # other attentions, those of `attend_with` too, read lengths on the host; a counter of FLOPs sees no replay
-        plain = all(block.attention.attend is flash for block in model.blocks)
+        # other attentions, those of `attend_with` too, read lengths on the host; hooks and counters see no replay
+        plain = all(block.attention.attend is flash and block.can_decode() for block in model.blocks)
         self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(self.tokens)
         self.graph: torch.cuda.CUDAGraph | None = None  # of a step
         # recorded behind the newest tokens' copy to the host; external: the graph waits for the record of the moment

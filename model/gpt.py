@@ -179,9 +179,8 @@ class Block(nn.Module):
         attention's O, qkv and out a token and layer keeps 14C bytes, its input x among them, and computes 8C^2 FLOPs
         again. With up kept too it would be 22C and none; `full` keeps 4C and computes all 16C^2 and attention again.
         """
-        width, kv_width = (
-            heads * self.attention.head_dim for heads in (self.attention.num_heads, self.attention.kv_heads)
-        )
+        attention = self.attention
+        width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
         return (width, width + 2 * kv_width), (width, width)
 
 
@@ -250,17 +249,18 @@ class GPT(nn.Module):
 
     def _apply(self, *arguments, **options) -> "GPT":
         """What `to`, `half`, `to_empty` and the like do to each tensor."""
-        self.cos = self.sin = None
+        tables, self.cos, self.sin = (self.cos, self.sin), None, None
         super()._apply(*arguments, **options)
+        self.cos, self.sin = tables
         self.make_tables()
         return self
 
     def make_tables(self, *_) -> None:
         """Those of rotary positions, fp32 beside weights of any dtype; never part of a checkpoint."""
-        device = self.embedding.weight.device
-        if self.cos is None or self.cos.device != device:  # or a captured graph may read them where they are
-            tables = rope_tables(self.seq_len, self.config.head_dim, self.config.rope_base)
-            self.cos, self.sin = (table.to(device) for table in tables)
+        if self.cos is None or self.cos.is_meta:
+            self.cos, self.sin = rope_tables(self.seq_len, self.config.head_dim, self.config.rope_base)
+        device = self.embedding.weight.device  # where they are there, they stay: a captured graph may read them
+        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Normal weights of std 0.02; those that write to the residual stream divided by sqrt(2 layers).

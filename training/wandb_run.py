@@ -166,8 +166,10 @@ def start_wandb(
     except Exception as error:  # it may fail in any way it likes
         reason = f"wandb failed to start ({brief(error)})"
         if config.wandb in ("online", "offline"):
-            remedy = "correct logger, or use logger.wandb=disabled"
-            raise ValueError(f"logger.wandb={config.wandb} but {reason}; {remedy}") from error
+            other = "offline" if config.wandb == "online" else "disabled"
+            raise ValueError(
+                f"logger.wandb={config.wandb} but {reason}; correct logger, or use logger.wandb={other}"
+            ) from error
         return None, f"{reason}; going on without it", 0  # a logger does not stop a run
     note = f"wandb {mode} ({why}), without console output, system metrics and git remote"
     if mode == "offline":
