@@ -50,8 +50,9 @@ def flash_attention(
             soft-cap. Constants: they have no gradient.
         dropout_p: probability with which a softmax probability is dropped; the rest is scaled by 1 / (1 - p).
             LSE is that of the whole row.
-        dropout_seed: an integer or a () int64 tensor on q's device. The mask is a function of it, of the head
-            and of the two token numbers alone. Without it, one is drawn from PyTorch's generator.
+        dropout_seed: an integer or a () int64 tensor on q's device. The mask is a function of it, of the head,
+            of the two token numbers and of the document's first row alone. Without it, one is drawn from PyTorch's
+            generator.
         sinks: (Hq,) a score per head, of a key without a value, that joins the softmax's denominator and LSE;
             differentiable. One of +inf, as any infinite score, makes O and LSE of the rows that see it NaN.
             Source: Xiao et al., arXiv:2309.17453, in gpt-oss's learned form.

@@ -12,9 +12,8 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def philox_bits(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, rounds: int = ROUNDS) -> Tensor:
-    """32 random bits, as int64 in [0, 2^32), for counters (c0, c1, c2, 0) that broadcast; seed is () int64."""
-    c3 = torch.zeros_like(c0)
+def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
+    """Four words of 32 random bits, as int64 in [0, 2^32), for counters that broadcast; seed is () int64."""
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(rounds):
         # products of 32-bit numbers wrap in int64, but their 64 bits are right, and so are both halves
@@ -22,14 +21,20 @@ def philox_bits(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, rounds: int = 
         c0, c2 = ((product_2 >> 32) & _LOW) ^ c1 ^ k0, ((product_0 >> 32) & _LOW) ^ c3 ^ k1
         c1, c3 = product_2 & _LOW, product_0 & _LOW
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
-    return c0
+    return c0, c1, c2, c3
 
 
-def keep_mask(seed: Tensor, p: float, heads: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
+def keep_mask(seed: Tensor, p: float, heads: Tensor, rows: Tensor, cols: Tensor, document: int = 0) -> Tensor:
     """Which probabilities dropout keeps: bool, True with probability 1 - p; the three int64 tensors broadcast.
 
-    heads: batch * Hq + head (head alone where documents are packed); rows, cols: query and key index in the
-    whole tensor.
+    Queries i and i + 8 of keys j and j + 8, where i and j have bit 3 clear, are the four words of one draw.
+
+    heads: batch * Hq + head (head alone where documents are packed).
+    rows, cols: query and key index, in the document where there are several.
+    document: the index of its first query in the whole tensor.
     """
-    uniform = (philox_bits(seed, cols, rows, heads) >> 8).to(torch.float32) * 2.0**-24
+    words = philox(seed, cols & ~8, rows & ~8, heads, torch.tensor(document, device=rows.device))
+    first_row, first_col = (rows & 8) == 0, (cols & 8) == 0
+    upper, lower = torch.where(first_col, *words[:2]), torch.where(first_col, *words[2:])
+    uniform = (torch.where(first_row, upper, lower) >> 8).to(torch.float32) * 2.0**-24
     return uniform >= torch.tensor(p, dtype=torch.float32, device=uniform.device)

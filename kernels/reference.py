@@ -48,7 +48,7 @@ def naive_attention_varlen(
 def by_documents(
     name: str, attention, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """O and LSE by attention(q, k, v, options, first_row, first_col), called once, or for each document; None for the
+    """O and LSE by attention(q, k, v, options, first_row), called once, or for each document; None for the
     LSE where attention gives None.
 
     ValueError where `name`, a row of kernels/support.py, does not take these options together.
@@ -66,7 +66,7 @@ def by_documents(
         one = options
         if options.alibi_slopes is not None:
             one = options._replace(alibi_slopes=options.alibi_slopes[i : i + 1])
-        o, lse = attention(q[:, :, rows], k[:, :, cols], v[:, :, cols], one, rows.start, cols.start)
+        o, lse = attention(q[:, :, rows], k[:, :, cols], v[:, :, cols], one, rows.start)
         outputs.append(o)
         lses.append(lse)
     return torch.cat(outputs, dim=2), None if lses[0] is None else torch.cat(lses, dim=2)
@@ -102,14 +102,14 @@ def alibi_bias(rows: Tensor, cols: Tensor, num_q: int, num_k: int, slopes: Tenso
     return -slopes[:, :, None, None] * distance
 
 
-def kept_pairs(rows: Tensor, cols: Tensor, batch: int, heads: int, options: Options) -> Tensor:
-    """The dropout mask (batch, heads, rows, cols); rows and cols count in the whole tensor."""
+def kept_pairs(rows: Tensor, cols: Tensor, batch: int, heads: int, options: Options, first_row: int) -> Tensor:
+    """The dropout mask (batch, heads, rows, cols); first_row is the document's in the whole tensor."""
     numbers = torch.arange(batch * heads, device=rows.device).reshape(batch, heads, 1, 1)
-    return keep_mask(options.dropout_seed, options.dropout_p, numbers, rows, cols)
+    return keep_mask(options.dropout_seed, options.dropout_p, numbers, rows, cols, first_row)
 
 
 def _naive(
-    return_lse: bool, q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0, first_col: int = 0
+    return_lse: bool, q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     batch, heads, num_q, _ = q.shape
     num_k = k.shape[2]
@@ -140,7 +140,7 @@ def _naive(
         probs = probs.masked_fill(~visible, 0.0)
     probs = probs.to(q.dtype)
     if options.dropout_p:
-        kept = kept_pairs(first_row + rows, first_col + cols, batch, heads, options)
+        kept = kept_pairs(rows, cols, batch, heads, options, first_row)
         probs = probs * kept / (1.0 - options.dropout_p)
     o = probs @ v
     if not return_lse:

@@ -59,16 +59,16 @@ def tiled_attention_varlen(
 
 
 def _tiled(block_q: int, block_k: int, outer: str = "queries"):
-    """The core as a function of (q, k, v, options, first_row, first_col)."""
+    """The core as a function of (q, k, v, options, first_row)."""
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1:
             raise ValueError(f"{name} is {block}; it must be at least 1")
     if outer not in ("queries", "keys"):
         raise ValueError(f"outer is {outer!r}; use 'queries' or 'keys'")
 
-    def attention(q, k, v, options, first_row=0, first_col=0):
+    def attention(q, k, v, options, first_row=0):
         refuse_torch_func("tiled_attention", "naive_attention")
-        blocks = (block_q, block_k, outer, first_row, first_col)
+        blocks = (block_q, block_k, outer, first_row)
         k, v = k.view_as(k), v.view_as(v)  # of one tensor given twice a compiled Function loses a gradient (torch 2.11)
         return _TiledAttention.apply(q, k, v, options.sinks, options._replace(sinks=None), blocks)
 
@@ -108,10 +108,10 @@ def _visible_tiles(num_q: int, num_k: int, options: Options, block_q: int, block
 class _Tile:
     """One tile's scores and what the backward needs of them, (B, Hkv, G, rows, cols) each."""
 
-    def __init__(self, q_tile: Tensor, k_tile: Tensor, rows: slice, cols: slice, sizes, options: Options, origin):
+    def __init__(self, q_tile: Tensor, k_tile: Tensor, rows: slice, cols: slice, sizes, options: Options, first_row):
         num_q, num_k = sizes
         self.shape = (*q_tile.shape[:3], rows.stop - rows.start, cols.stop - cols.start)
-        self.options, self.origin = options, origin
+        self.options, self.first_row = options, first_row
         self.rows = torch.arange(rows.start, rows.stop, device=q_tile.device)[:, None]
         self.cols = torch.arange(cols.start, cols.stop, device=q_tile.device)[None, :]
         scores = (q_tile @ k_tile.transpose(-1, -2)) * options.scale
@@ -130,10 +130,9 @@ class _Tile:
 
     def kept(self) -> Tensor:
         """The dropout mask."""
-        first_row, first_col = self.origin
         batch, kv_heads, group, _, _ = self.shape
-        rows, cols = first_row + self.rows, first_col + self.cols
-        return kept_pairs(rows, cols, batch, kv_heads * group, self.options).reshape(self.shape)
+        kept = kept_pairs(self.rows, self.cols, batch, kv_heads * group, self.options, self.first_row)
+        return kept.reshape(self.shape)
 
 
 # The backward reads them too: a tensor that is written to in between is PyTorch's error, not another gradient.
@@ -148,7 +147,7 @@ class _TiledAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, num_q, head_dim = q.shape
         kv_heads, num_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
-        block_q, block_k, outer, *origin = blocks
+        block_q, block_k, outer, first_row = blocks
         # (B, Hkv, G, Nq, D) against (B, Hkv, 1, Nk, D): broadcasting is grouped-query attention
         grouped_q = q.reshape(batch, kv_heads, heads // kv_heads, num_q, head_dim)
         acc = torch.zeros(*grouped_q.shape[:-1], head_dim_v, dtype=wide, device=q.device)
@@ -162,7 +161,7 @@ class _TiledAttention(torch.autograd.Function):
             for rows, cols in tile_order(num_q, num_k, options, block_q, block_k, outer):
                 q_tile = grouped_q[..., rows, :].to(wide)
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))
-                tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, origin)
+                tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, first_row)
                 old_max = running_max[..., rows]
                 new_max = torch.maximum(old_max, tile.scores.amax(-1))
                 # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
@@ -190,7 +189,7 @@ class _TiledAttention(torch.autograd.Function):
         refuse_second_derivative("tiled_attention", "naive_attention")
         q, k, v, sinks, o, lse, *tensors = ctx.saved_tensors
         options = ctx.options._replace(**dict(zip(_READ_AGAIN, tensors, strict=True)))
-        block_q, block_k, outer, *origin = ctx.blocks
+        block_q, block_k, outer, first_row = ctx.blocks
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, num_q, _ = q.shape
         kv_heads, num_k = k.shape[1], k.shape[2]
@@ -213,7 +212,7 @@ class _TiledAttention(torch.autograd.Function):
             for rows, cols in tile_order(num_q, num_k, options, block_q, block_k, outer):
                 q_tile, do_tile = (x[..., rows, :].to(wide) for x in (grouped_q, grouped_do))
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))
-                tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, origin)
+                tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, first_row)
                 probs = torch.exp(tile.scores - lse[..., rows, None])
                 dprobs = do_tile @ v_tile.transpose(-1, -2)
                 dropped = probs

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kernels import flash_attention, naive_attention
-from kernels.philox import ROUNDS, keep_mask, philox_bits
+from kernels.philox import ROUNDS, keep_mask, philox
 from tests.attention_checks import make_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -16,30 +16,38 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _philox_kernel(out, seed, ROUNDS: tl.constexpr):
     cols = tl.arange(0, 8)[None, :] * 1_000_003
     rows = tl.arange(0, 4)[:, None] - 2  # negative: the upper half of the counter's range
-    bits, _, _, _ = tl.philox(tl.load(seed), cols, rows, tl.cast(77, tl.int32), tl.cast(0, tl.int32), ROUNDS)
-    tl.store(out + tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :], bits.to(tl.int64))
+    words = tl.philox(tl.load(seed), cols, rows, tl.cast(77, tl.int32), tl.cast(5, tl.int32), ROUNDS)
+    places = out + tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for word in tl.static_range(4):
+        tl.store(places + 32 * word, words[word].to(tl.int64))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 + 5, 2**62 - 1])
 def test_torch_draws_tritons_bits(seed):
-    out = torch.empty(4, 8, dtype=torch.int64, device=DEVICE)
+    out = torch.empty(4, 4, 8, dtype=torch.int64, device=DEVICE)
     seed = torch.tensor(seed, device=DEVICE)
     _philox_kernel[(1,)](out, seed, ROUNDS)
     cols = (torch.arange(8, device=DEVICE) * 1_000_003)[None, :]
     rows = ((torch.arange(4, device=DEVICE) - 2) % 2**32)[:, None]
-    assert torch.equal(out & 0xFFFFFFFF, philox_bits(seed, cols, rows, torch.tensor(77, device=DEVICE)))
+    words = philox(seed, cols, rows, torch.tensor(77, device=DEVICE), torch.tensor(5, device=DEVICE))
+    assert torch.equal(out & 0xFFFFFFFF, torch.stack(words))
 
 
 def test_known_answers():
-    """The authors' test vectors for Philox4x32-10 (kat_vectors in Random123): first word of each."""
+    """The authors' test vectors for Philox4x32-10 (kat_vectors in Random123)."""
     zero = torch.zeros((), dtype=torch.int64)
-    assert int(philox_bits(zero, zero, zero, zero, rounds=10)) == 0x6627E8D5
+    words = philox(zero, zero, zero, zero, zero, rounds=10)
+    assert [*map(int, words)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-def test_a_seed_means_the_same_mask_for_ever():
-    rows, cols = torch.arange(2)[:, None], torch.arange(8)[None, :]
-    kept = keep_mask(torch.tensor(42), 0.5, torch.tensor(3), rows, cols)
-    assert ["".join(map(str, row.int().tolist())) for row in kept] == ["10010101", "11011001"]
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [(0, ["1101100111101110", "1101101111111110"]), (5, ["1010110110000110", "1011011011101110"])],
+)
+def test_a_seed_means_the_same_mask_for_ever(document, expected):
+    rows, cols = torch.tensor([1, 9])[:, None], torch.arange(16)[None, :]
+    kept = keep_mask(torch.tensor(42), 0.5, torch.tensor(3), rows, cols, document)
+    assert ["".join(map(str, row.int().tolist())) for row in kept] == expected
 
 
 def test_the_mask_is_fair_and_uncorrelated():
@@ -48,7 +56,8 @@ def test_the_mask_is_fair_and_uncorrelated():
     kept = keep_mask(torch.tensor(5), 0.25, heads, rows, cols).double()
     deviation = (0.25 * 0.75 / kept.numel()) ** 0.5
     assert abs(float(kept.mean()) - 0.75) < 5 * deviation
-    for other in (kept.roll(1, 0), kept.roll(1, 1), kept.roll(1, 2)):  # the next head, query, key
+    # the next head, query, key, and another word of the same draw
+    for other in (kept.roll(1, 0), kept.roll(1, 1), kept.roll(1, 2), kept.roll(8, 1), kept.roll(8, 2)):
         correlation = float(((kept - 0.75) * (other - 0.75)).mean()) / (0.25 * 0.75)
         assert abs(correlation) < 5 / kept.numel() ** 0.5
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kernels.philox import ROUNDS
 from scripts.bench import compile_kernels
 from scripts.bench.compile_kernels import CompileSettings, instructions, rows_of, same_program, without_lines
 from tests.compiled import compiled
@@ -45,6 +46,10 @@ THE_OTHERS = {
     "hopper_decode 90 128 fp8e4nv 1 rows page 0 scales 3": 0,
 }
 SKINNY = "skinny.*[0-9]{4}.outputs.64.rows.*"
+DROPOUT = {  # plan -> scores that a thread has of a tile
+    "fwd 90 128 bf16 causal dropout 64x64 w4 s2 tma": 32,
+    "dkdv 90 64 bf16 causal dropout 32x64 w4 s2 tma": 16,
+}
 CHANGED = next(iter(COMPILED))
 
 
@@ -68,7 +73,7 @@ def some(tmp_path_factory) -> dict:
     """Compiled by one process, beside the output of an earlier run, which knew one of them in another form."""
     path = tmp_path_factory.mktemp("compiled") / "earlier.txt"
     path.write_text(json.dumps({"rows": [{"plan": CHANGED, "sass": "0", "ptx": "0"}]}))
-    return compiled(f"only='^({'|'.join(COMPILED)}|{SKINNY})$'", f"against={path}")
+    return compiled(f"only='^({'|'.join([*COMPILED, *DROPOUT])}|{SKINNY})$'", f"against={path}")
 
 
 def check_wgmma(rows: list[dict], plans: dict[str, int]) -> None:
@@ -103,6 +108,14 @@ def test_no_copy_overtakes_a_product(some):
     for row in rows:
         assert row["HGMMA"] > 0, row["plan"]
         assert "copied over" not in row["notes"], row["plan"]
+
+
+@pytest.mark.parametrize("plan", DROPOUT)
+def test_four_scores_share_a_draw_of_philox(some, plan):
+    """By the high halves of its products, two a round: in the kernel's result layout a thread draws once for four."""
+    (row,) = (row for row in some["rows"] if row["plan"] == plan)
+    loops, draws = 2, DROPOUT[plan] // 4  # with a mask and without
+    assert 0 < row["IMAD.HI"] <= loops * draws * 2 * ROUNDS
 
 
 def test_a_changed_kernel_is_seen_and_an_unchanged_one_is_not(some):

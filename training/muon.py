@@ -6,7 +6,7 @@ construction, so that it can be captured in a CUDA graph.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,21 +86,17 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        (group,), skip = self.param_groups, self.found_inf > 0
-        decay = group["lr"] * group["weight_decay"]
-        kept = torch.where(skip, 1.0, 1.0 - decay)
-        directions = (nesterov(stack, group["momentum"], skip) for stack in self.stacks)
+        (group,) = self.param_groups
+        directions = (nesterov(stack, group["momentum"], self.found_inf) for stack in self.stacks)
         for stack, update in zip(self.stacks, self.orthogonalized(directions), strict=True):
             _, rows, columns = stack.shape
-            rate = -math.sqrt(max(1.0, rows / columns)) * group["lr"]
-            update = update * rate.view(1, 1, 1)  # fp32: times a 0-d tensor bfloat16 would stay what it is
+            faster = math.sqrt(max(1.0, rows / columns))
+            update, decay = update.float(), group["weight_decay"] / faster
             if group["cautious"]:
                 weights = torch.stack(stack.parameters)
-                update = torch.where(weights * update < 0, update - decay * weights, update)
-            else:
-                torch._foreach_mul_(stack.parameters, kept)
-            update.masked_fill_(skip, -0.0)  # x + -0 is x, the sign of a zero included
-            torch._foreach_add_(stack.parameters, update.unbind())
+                decayed = update.add(weights, alpha=decay)
+                update, decay = torch.where(weights * update > 0, decayed, update), 0.0
+            step_towards(update.unbind(), stack.parameters, group["lr"] * faster, decay, self.found_inf)
 
     def orthogonalized(self, directions: Iterable[Tensor]) -> Iterator[Tensor]:
         """`orthogonalize` of each stack, each by one of the processes."""
@@ -126,12 +122,24 @@ def stacked(parameters: list[nn.Parameter], shapes: list[torch.Size] | None = No
     return stacks
 
 
-def nesterov(stack: Stack, momentum: float, skip: Tensor) -> Tensor:
-    """(matrices, rows, columns): Nesterov's look-ahead of the momentum, which this updates unless `skip`."""
-    gradient = torch.stack([p.grad for p in stack.parameters])
-    moved = stack.momentum.lerp(gradient, 1 - momentum)
-    torch.where(skip, stack.momentum, moved, out=stack.momentum)
-    return gradient.lerp_(moved, momentum)
+def nesterov(stack: Stack, momentum: float, found_inf: Tensor) -> Tensor:
+    """(matrices, rows, columns): Nesterov's look-ahead of the momentum, which this updates unless `found_inf` is 1."""
+    gradients = [p.grad for p in stack.parameters]
+    step_towards(gradients, stack.momentum.unbind(), momentum - 1, -1.0, found_inf)  # m + (1 - momentum) (gradient - m)
+    return torch.stack(gradients).lerp_(stack.momentum, momentum)
+
+
+def step_towards(
+    updates: Sequence[Tensor], tensors: Sequence[Tensor], rate: Tensor | float, decay: float, found_inf: Tensor
+) -> None:
+    """Make of each tensor x, with its update, x - rate (update + decay x), but keep every bit if `found_inf` is 1.
+
+    All in float32. One kernel, which reads rate and found_inf on the device: a step of SGD is this.
+    """
+    torch._fused_sgd_(
+        list(tensors), list(updates), [], lr=rate, weight_decay=decay, found_inf=found_inf, momentum=0.0,
+        dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+    )  # fmt: skip
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,11 +157,11 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     x: (matrices, rows, columns).
     dtype: of the products.
     """
-    x = torch.div(x, x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS), out=torch.empty_like(x, dtype=dtype))
+    x = x.to(dtype)
     wide, by_gram = x.size(1) <= x.size(2), _by_gram(*x.shape[1:], dtype)
     gram, whole = (x @ x.mT if wide else x.mT @ x), None
-    largest = gram.norm(dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPS) * SAFETY**2
-    gram, x = gram.div_(largest), x.div_(largest.sqrt())
+    largest = gram.norm(dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPS**2) * SAFETY**2
+    gram, x = gram.div_(largest), torch.div(x, largest.sqrt(), out=torch.empty_like(x))
     for i, (a, b, c) in enumerate(QUINTICS, 1):
         last = i == len(QUINTICS)
         safety = 1.0 if last else SAFETY

@@ -255,7 +255,7 @@ def consumer(
             slope = gl.expand_dims(slopes, KEYS)
         query = gl.expand_dims(query, KEYS)
         mask = Mask(num_q, keys, window, CAUSAL, LOCAL)
-        scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, "ieee")
+        scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, "ieee")
         of_k = 1.0
         if build.SCALES == 1:
             of_k = gl.load(k_scale + kv_head)

@@ -223,7 +223,7 @@ def flash_decode_kernel(
         if switches.alibi_slopes is not None:
             slope = slope_of(row, head, num_heads, switches)[:, None]
         mask = Mask(num_q, keys, (window_left, window_right), CAUSAL, LOCAL)
-        scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, PRECISION)
+        scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, PRECISION)
         acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if WORDS else BLOCK_D], tl.float32)
         odd = acc
         maximum = tl.full([BLOCK_M], -float("inf"), tl.float32)

@@ -33,8 +33,8 @@ def _dkdv_step(
     q_tile = load_tile(q_rows, q_start, RAGGED)
     lse_log2 = tl.load(lse_log2_ptr + q_start + tl.arange(0, q_tile.shape[0]))
     scores = tl.dot(k_tile, q_tile.T, input_precision=scoring.PRECISION)  # S^T, (BLOCK_K, BLOCK_Q), unscaled
-    rows = q_start + tl.arange(0, q_tile.shape[0])[None, :]
-    cols = k_start + tl.arange(0, k_tile.shape[0])[:, None]
+    in_q, in_k = tl.arange(0, q_tile.shape[0])[None, :], tl.arange(0, k_tile.shape[0])[:, None]
+    rows, cols = q_start + in_q, k_start + in_k
     logits, factor, cap_gradient = logits_of(scores, rows, cols, scoring)
     if bits is not None:
         logits = where_shown(logits, bits, k_start, q_start, k_tile.shape[0], q_tile.shape[0])
@@ -43,7 +43,7 @@ def _dkdv_step(
     probs = tl.exp2(logits * factor - lse_log2[None, :])
     do_tile = load_tile(do_rows, q_start, RAGGED)
     if switches.dropout_seed is not None:
-        keep = kept(rows, cols, scoring)
+        keep = kept(q_start, in_q, k_start, in_k, scoring)
         dropped = tl.where(keep, probs, 0.0)
         dv = tl.dot(dropped.to(do_tile.dtype), do_tile, dv, input_precision=scoring.PRECISION)
     else:
@@ -164,7 +164,7 @@ def flash_dkdv_kernel(
         q_head = batch * num_heads + head
         row_offset = q_head.to(tl.int64) * q_tokens_padded + padded_row0
         lse_base, delta_base = lse_log2_ptr + row_offset, delta_ptr + row_offset
-        scoring = Scoring(mask, scale_log2, slope_log2, switches, q_head, q_row0, k_row0, PRECISION)
+        scoring = Scoring(mask, scale_log2, slope_log2, switches, q_head, q_row0, PRECISION)
         if switches.mask_starts is not None:
             visits = visits_of(
                 k_start, switches, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD, 1

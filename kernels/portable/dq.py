@@ -27,8 +27,8 @@ def _dq_step(
     switches = scoring.switches
     k_tile = load_tile(k_rows, k_start, RAGGED)
     scores = tl.dot(q_tile, k_tile.T, input_precision=scoring.PRECISION)  # (BLOCK_Q, BLOCK_K), unscaled
-    rows = q_start + tl.arange(0, q_tile.shape[0])[:, None]
-    cols = k_start + tl.arange(0, k_tile.shape[0])[None, :]
+    in_q, in_k = tl.arange(0, q_tile.shape[0])[:, None], tl.arange(0, k_tile.shape[0])[None, :]
+    rows, cols = q_start + in_q, k_start + in_k
     logits, factor, cap_gradient = logits_of(scores, rows, cols, scoring)
     if bits is not None:
         logits = where_shown(logits, bits, q_start, k_start, q_tile.shape[0], k_tile.shape[0])
@@ -38,7 +38,8 @@ def _dq_step(
     v_tile = load_tile(v_rows, k_start, RAGGED)
     dprobs = tl.dot(do_tile, v_tile.T, input_precision=scoring.PRECISION)
     if switches.dropout_seed is not None:
-        dprobs = tl.where(kept(rows, cols, scoring), dprobs * (1.0 / (1.0 - switches.dropout_p)), 0.0)
+        keep = kept(q_start, in_q, k_start, in_k, scoring)
+        dprobs = tl.where(keep, dprobs * (1.0 / (1.0 - switches.dropout_p)), 0.0)
     dscores = probs * (dprobs - delta[:, None])
     if switches.softcap is not None:
         dscores = dscores * cap_gradient
@@ -118,7 +119,7 @@ def flash_dq_kernel(
     q_start = tile * BLOCK_Q
     mask = Mask(num_q, num_k, (window_left, window_right), CAUSAL, LOCAL)
     slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
-    scoring = Scoring(mask, scale_log2, slope_log2, switches, batch_head, q_row0, k_row0, PRECISION)
+    scoring = Scoring(mask, scale_log2, slope_log2, switches, batch_head, q_row0, PRECISION)
 
     q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
     do_base = head_base(do, do_strides, batch, head, q_row0, TMA)

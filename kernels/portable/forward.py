@@ -54,8 +54,8 @@ def _softmax_step(
     """
     k_tile = load_tile(k_rows, k_start, RAGGED)
     scores = tl.dot(q_tile, k_tile.T, input_precision=scoring.PRECISION)  # (BLOCK_Q, BLOCK_K), unscaled
-    rows = q_start + tl.arange(0, q_tile.shape[0])[:, None]
-    cols = k_start + tl.arange(0, k_tile.shape[0])[None, :]
+    in_q, in_k = tl.arange(0, q_tile.shape[0])[:, None], tl.arange(0, k_tile.shape[0])[None, :]
+    rows, cols = q_start + in_q, k_start + in_k
     logits, factor, _ = logits_of(scores, rows, cols, scoring)
     if bits is not None:
         logits = where_shown(logits, bits, q_start, k_start, q_tile.shape[0], k_tile.shape[0])
@@ -72,7 +72,7 @@ def _softmax_step(
     rescale = tl.exp2(running_max - base)
     running_sum = running_sum * rescale + tl.sum(probs, 1)
     if scoring.switches.dropout_seed is not None:  # after the sum: dropout acts on normalised probabilities
-        probs = tl.where(kept(rows, cols, scoring), probs, 0.0)
+        probs = tl.where(kept(q_start, in_q, k_start, in_k, scoring), probs, 0.0)
     v_tile = load_tile(v_rows, k_start, RAGGED)
     acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=scoring.PRECISION)
     return acc, new_max, running_sum
@@ -145,7 +145,7 @@ def flash_fwd_kernel(
     q_start = tile * BLOCK_Q
     mask = Mask(num_q, num_k, (window_left, window_right), CAUSAL, LOCAL)
     slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
-    scoring = Scoring(mask, scale_log2, slope_log2, switches, batch_head, q_row0, k_row0, PRECISION)
+    scoring = Scoring(mask, scale_log2, slope_log2, switches, batch_head, q_row0, PRECISION)
 
     q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
     k_base = head_base(k, k_strides, batch, kv_head, k_row0, TMA)

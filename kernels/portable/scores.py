@@ -22,8 +22,7 @@ class Scoring:
     slope_log2: tl.tensor  # from `slope_of`
     switches: tuple  # Switches: what is None is compiled away
     batch_head: tl.tensor  # the query head, counted through the batch
-    q_row0: tl.tensor  # the first packed rows of the document; 0 without documents
-    k_row0: tl.tensor
+    q_row0: tl.tensor  # the first packed query of the document; 0 without documents
     PRECISION: tl.constexpr  # of the products
 
 
@@ -78,13 +77,20 @@ def slope_of(row, head, num_heads, switches):
 
 
 @triton.jit
-def kept(rows, cols, scoring):
-    """Which probabilities dropout keeps: a function of seed, head, query and key alone, so that the backward
-    and other implementations find the same. Philox counts rows and cols in the whole tensor, not in the document."""
+def kept(q_start, in_q, k_start, in_k, scoring):
+    """Which probabilities of a tile dropout keeps: kernels/philox.py's function of seed, head, document, query and key,
+    so that the backward and other implementations find the same.
+
+    q_start + in_q, k_start + in_k: query and key index, one along each side of the tile; starts are multiples of 16.
+    A draw's four words are queries i and i + 8 of keys j and j + 8. A thread holds these four of a tensor core's
+    result, transposed or not, and bit 3 of in_q and in_k is a constant there, so the compiler draws once for all four.
+    """
     # the four counters must have one type; 32-bit ones choose the 32-bit generator
     head = tl.cast(scoring.batch_head, tl.int32)
-    rows = scoring.q_row0 + rows
-    cols = scoring.k_row0 + cols
+    document = tl.cast(scoring.q_row0, tl.int32)
     seed = tl.load(scoring.switches.dropout_seed)
-    bits, _, _, _ = tl.philox(seed, cols, rows, head, tl.cast(0, tl.int32), PHILOX_ROUNDS)
-    return (bits >> 8).to(tl.float32) * (1.0 / 16777216) >= scoring.switches.dropout_p
+    drawn = tl.philox(seed, k_start + (in_k - (in_k & 8)), q_start + (in_q - (in_q & 8)), head, document, PHILOX_ROUNDS)
+    first_q, first_k = (in_q & 8) == 0, (in_k & 8) == 0
+    bits = tl.where(first_q, tl.where(first_k, drawn[0], drawn[1]), tl.where(first_k, drawn[2], drawn[3]))
+    # bits >= 2^32 p, of p's 24 bits: no conversion of each word to a float
+    return bits >= (tl.ceil(scoring.switches.dropout_p * 16777216).to(tl.uint32) << 8)

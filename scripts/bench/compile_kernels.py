@@ -35,7 +35,7 @@ from scripts.bench.report import refuse_out_of_range, refuse_unknown
 
 SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
 DOES_NOT_FIT = "TOO MUCH SHARED MEMORY"
-OPCODES = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "REDG.E.ADD.F32x4")
+OPCODES = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "REDG.E.ADD.F32x4", "IMAD.HI")
 FAILED = 1
 
 
