@@ -17,17 +17,21 @@ MADE: set[Path] = set()  # by this process, before anything was checked
 
 
 def folder_of_run(resume: str | None, name: str | None, experiment: str, time: str) -> str:
-    """A new folder for a new run, the old one for a run that is resumed; `auto` is the newest of that name."""
-    runs = _runs(name, experiment)
+    """A new folder for a new run, the old one for a run that is resumed."""
+    return str(resumed_run(resume, name, experiment) or _own(f"{_runs(name, experiment)}/{time}"))
+
+
+def resumed_run(resume: str | None, name: str | None, experiment: str) -> Path | None:
+    """The folder of the run that `resume` means, `auto` the newest of that name; None where it means none."""
     if resume == "auto":
-        return str(newest_run(name, experiment) or _own(f"{runs}/{time}"))
+        return newest_run(name, experiment)
     if resume:
         # .../<run>/checkpoints/<name>  ->  .../<run>
         checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
         run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
         if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts[-3:]):
-            return str(run)
-    return _own(f"{runs}/{time}")
+            return run
+    return None
 
 
 def newest_run(name: str | None, experiment: str) -> Path | None:
@@ -71,7 +75,7 @@ def listing(folder: Path) -> dict[str, int]:
 def keep_traceback(log: Path) -> str:
     """Append the traceback to `log` and return a note of that for the message; '' where it cannot be written."""
     try:
-        with log.open("a") as file:
+        with log.open("a", encoding="utf-8", errors="backslashreplace") as file:  # a name may be no text
             file.write(traceback.format_exc())
     except OSError:
         return ""
@@ -97,7 +101,7 @@ def remove_empty_sweeps(folders: set[Path]) -> None:
 
 def remove_if_empty(folder: Path) -> bool:
     """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
-    if folder.is_dir() and folder.resolve() != Path.cwd() and not any(folder.iterdir()):
+    if folder != Path() and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
         if folder.parent.parent.name == "runs" and not any(folder.parent.iterdir()):  # nor a name without runs
             folder.parent.rmdir()

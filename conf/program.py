@@ -36,10 +36,10 @@ from conf.folders import (
     folder_of_run,
     keep_traceback,
     listing,
-    newest_run,
     remove_empty_sweeps,
     remove_if_empty,
     remove_logs_of_others,
+    resumed_run,
 )
 from conf.interrupt import raise_again
 from conf.keys import help_page, known_keys
@@ -65,6 +65,7 @@ def program(
     positional: str | None = None,
     after_sweep: Callable[[list[Path]], None] | None = None,
     world: "Callable[[], World] | None" = None,
+    alone: bool = True,
 ) -> Callable[[Callable[[S, Path], Any]], Callable[[], None]]:
     """Decorate `main(settings, run_dir)`: `settings` is a checked `schema`, `run_dir` the folder of this run.
 
@@ -76,6 +77,7 @@ def program(
         after_sweep: called with the folders of a sweep's runs when all are done.
         world: finds the processes that run `main` together, where there can be several. The first one's settings and
             folder are those of all, and only it prints; what another one fails of is in rank_N.log in that folder.
+        alone: without a `world`, several processes are refused, which would write the same files.
 
     `--help` prints the docstring of the program's module and all keys, those that `schema` itself adds first.
     """
@@ -96,6 +98,8 @@ def program(
             os.environ.pop("MPLBACKEND", None)  # a notebook's own, for its `!python`; our pictures are files
             if sys.version_info >= NEWER:
                 sys.exit(fail(f"Python {sys.version_info[0]}.{sys.version_info[1]} is newer than Hydra 1.3; use 3.13"))
+            if alone and world is None:
+                _refuse_several(Path(sys.argv[0]).name)
             typed = sys.argv
             register(schema)
             runs = _Runs(main, schema, defaults, typed, [], run_dir != ".", show_traceback, _processes(world))
@@ -145,6 +149,22 @@ def program(
     return decorate
 
 
+def _refuse_several(name: str) -> None:
+    """Exit where torchrun or srun started this program more than once; the first process says so."""
+    if not os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
+        return
+    from training.rendezvous import ranks  # it needs PyTorch, and tools may not
+
+    try:
+        rank, size, _ = ranks()
+    except ValueError as error:
+        sys.exit(fail(str(error)))
+    if size > 1 and rank > 0:
+        sys.exit()  # in peace: torchrun stops all when one fails, and the first has not yet said why
+    if size > 1:
+        sys.exit(fail(f"{name} is one process, and {size} were started; start it without torchrun or srun"))
+
+
 def _processes(world: "Callable[[], World] | None") -> "World | None":
     """The processes that run together, None where this one is alone; exits where the environment is wrong."""
     try:
@@ -187,7 +207,9 @@ class _Runs(Generic[S]):
 
         Of several processes a refusal ends all: the others may wait in a collective for one that has refused.
         """
-        folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        if not (below := os.path.relpath(folder)).startswith(os.pardir):  # else it outlives the current folder
+            folder = Path(below)
         if self.processes:
             folder = Path(self.processes.broadcast(str(folder)))
         before = listing(folder)
@@ -220,8 +242,8 @@ class _Runs(Generic[S]):
     def _settings(self, cfg: DictConfig, folder: Path) -> tuple[S, Path]:
         """(settings, folder) for `main`, checked; the same in all processes."""
         run = folder  # or the one that train.py would resume, for a program that writes nothing
-        if not self.writes and folder == Path() and cfg.get("resume") == "auto":
-            run = newest_run(cfg.name, HydraConfig.get().runtime.choices.experiment) or folder
+        if not self.writes and folder == Path() and cfg.get("resume"):
+            run = resumed_run(cfg.resume, cfg.name, HydraConfig.get().runtime.choices.experiment) or folder
         if self.is_first:
             composed = cfg
             if "resume" in cfg:

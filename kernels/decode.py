@@ -205,7 +205,13 @@ def check_kvcache_call(call: Call, *, causal: bool = True, **options) -> tuple[C
     if (k is None) != (v is None):
         raise ValueError(f"{'k' if k is None else 'v'} is None; pass k and v, or neither")
     new_k, new_v = (q, q) if k is None else (k, v)
+    given = q.dtype
     q, new_k, new_v = autocast_inputs(q, new_k, new_v)
+    if k_cache.dtype == given != q.dtype:
+        raise ValueError(
+            f"autocast makes q {q.dtype} and k_cache has dtype {given}, which would be copied at each call; make the "
+            f"cache {q.dtype}, or call without autocast"
+        )
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions")

@@ -9,6 +9,8 @@ documents neither copies keys or values; only the bounds of documents are waited
 
 Without a mask documents begin where position_ids do not rise by one, as in transformers' flash attention. Its eager and
 sdpa attention see that only without a cache: with use_cache at its default they let such documents see each other.
+What the query of a padding token gives means nothing, and is not what theirs give: a prompt that is padded on the
+right, of which transformers warns, goes on from there. Pad on the left.
 """
 
 from collections.abc import Callable

@@ -49,7 +49,7 @@ FAILED = 1  # exit code
 USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run's attention is another
 
 
-@program("config", Settings, experiment="quickstart", run_dir=".")
+@program("config", Settings, experiment="quickstart", run_dir=".", alone=False)
 def main(settings: Settings, run_dir: Path) -> None:
     began = time.perf_counter()
     if ranks()[0] > 0:  # the first of several processes asks, and only has to meet the others

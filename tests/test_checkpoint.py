@@ -743,6 +743,8 @@ def test_a_folder_that_was_renamed_is_to_be_put_back(saver):
     moved = saver.folder.rename(saver.folder.with_name("moved"))
     save_with(saver, Net(), 2)
     assert saver.lines[-1].endswith("the run goes on; put the folder back before the next save")
+    with pytest.raises(OSError, match=r"was not saved.*: put the folder back, then .*python train.py resume="):
+        saver.check()
     moved.rename(saver.folder)
     save_with(saver, Net(), 3)
     saver.check()

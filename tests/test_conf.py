@@ -40,6 +40,7 @@ from training.hardware import DTYPES
 from training.lock import locked
 from training.optimizer import OPTIMIZERS, SCHEDULES
 from training.parallel import World
+from training.stop import TRAIN, resume_command
 from training.wandb_run import WANDB_MODES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -414,6 +415,40 @@ def test_what_the_system_refuses_is_said_with_its_place(tmp_path):
 def test_a_traceback_that_cannot_be_kept_is_not_promised(tmp_path):
     assert folders.keep_traceback(tmp_path / "error.log") == f" [traceback: {tmp_path / 'error.log'}]"
     assert folders.keep_traceback(tmp_path / "gone" / "error.log") == ""
+
+
+def test_a_traceback_with_a_name_that_is_no_text_is_kept(tmp_path):
+    try:
+        raise ValueError("runs/b\udcff cannot be written")
+    except ValueError:
+        assert folders.keep_traceback(tmp_path / "error.log")
+    assert "runs/b\\udcff cannot be written" in (tmp_path / "error.log").read_text()
+
+
+@pytest.mark.parametrize(("rank", "code", "said"), [("0", 2, "is one process, and 2 were started"), ("1", None, "")])
+def test_a_program_of_one_process_is_not_run_by_several(rank, code, said, monkeypatch, capsys):
+    """The first says so, and the others leave without a word or an error."""
+
+    @program("tool", Echo)
+    def main(settings: Echo, run_dir: Path) -> None:
+        raise AssertionError
+
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert said in (err := capsys.readouterr().err)
+    assert bool(err) == bool(said)
+
+
+def test_a_command_is_told_where_the_current_folder_is_gone(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert resume_command(tmp_path / "run").endswith(f"{TRAIN} resume={tmp_path}/run")
+    assert not folders.remove_if_empty(Path())
 
 
 def test_a_sweep_has_the_highest_exit_code_of_its_runs(tmp_path, monkeypatch):

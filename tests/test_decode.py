@@ -768,6 +768,18 @@ def test_pages_before_a_window_may_be_gone(attention):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_cache_of_another_dtype_than_autocasts_is_told_why():
+    q, cache = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 40, 16)
+    lengths = torch.ones(2, dtype=torch.int32)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(
+            ValueError, match=r"autocast makes q torch.bfloat16 and k_cache has dtype torch.float32, .* make"
+        ),
+    ):
+        flash_attention_with_kvcache(q, cache, cache.clone(), cache_seqlens=lengths)
+
+
 MISTAKES = {
     "q has 17 tokens a row; attention over a cache takes 1 to 16: read a prompt": {"q": torch.zeros(2, 4, 17, 16)},
     "k_cache has shape (40, 16); expected 4 dimensions": {"k_cache": torch.zeros(40, 16)},

@@ -342,6 +342,11 @@ def test_the_newest_run_of_a_name_is_what_is_asked_about(place, monkeypatch, cap
         assert page["wrong"] == wrong
         assert page["checks"]["data"]["facts"]["fingerprint"] == before.meta["data_fingerprint"]
     assert "was trained with model.num_layers=2, this run has 3" in page["checks"]["start"]["text"]
+    asked = []
+    monkeypatch.setattr(doctor.machine, "disk", lambda train, folder, **_: asked.append(folder) or Finding("room"))
+    for named in ("auto", run, run / "checkpoints" / before.path.name):
+        told("scripts.doctor", [f"resume={named}", "name=mine"], monkeypatch, capsys)
+    assert [folder.resolve() for folder in asked] == [run.resolve()] * 3, "that is where the run will write"
 
 
 def test_what_several_processes_will_train_is_planned_for_them(place, monkeypatch):

@@ -7,6 +7,7 @@ loss. What is read may be a run that is under way or was killed: half a last lin
 import gc
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,7 +113,7 @@ def picture(
         figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, **style)
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         figure.savefig(unfinished, format=path.suffix[1:] or "png", dpi=130)
         unfinished.replace(path)

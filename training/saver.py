@@ -68,11 +68,11 @@ class Saver:
         self.wait()
         if self.error is None:
             return
-        kind, remedy = OSError, "free what is short"
+        gone = not self.folder.exists()  # as with its disk: it may come back with what was in it
+        kind, remedy = OSError, "put the folder back" if gone else "free what is short"
         if isinstance(self.error, ValueError):
             kind, remedy = ValueError, "mend its cause"
-        # a folder that is gone, as with its disk, may come back with what was in it
-        earlier = not self.folder.exists() or checkpoints.newest_complete(self.folder, lambda line: None, verify=())
+        earlier = gone or checkpoints.newest_complete(self.folder, lambda line: None, verify=())
         remedy += f", then {resume_command(self.folder.parent)}" if earlier else " and begin anew"
         raise kind(f"the last checkpoint was not saved to {self.folder} ({self.error}): {remedy}") from self.error
 

@@ -41,12 +41,20 @@ def unless_ignored(numbers: Iterable[int]) -> list[int]:
 
 def resume_command(run_dir: Path, *overrides: str) -> str:
     """The command that resumes `run_dir` with `overrides` (key=value), for this shell and folder."""
-    here = Path.cwd()
+    here = current_folder()
     program = str(TRAIN.relative_to(here) if TRAIN.is_relative_to(here) else TRAIN)
     arguments = program, f"resume={folder_value(run_dir)}", *overrides
     if (processes := os.environ.get("LOCAL_WORLD_SIZE", "1")) != "1":  # torchrun's; srun sets none
         return shell_command("torchrun", "--nproc-per-node", processes, *arguments)
     return shell_command("python", *arguments)
+
+
+def current_folder() -> Path:
+    """The current folder; one below which there is nothing, where it was removed meanwhile."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path(os.devnull)
 
 
 def folder_value(path: Path) -> str:
@@ -60,7 +68,7 @@ def folder_value(path: Path) -> str:
 
 def shell_command(program: str, *arguments: str) -> str:
     """The command that runs `program` (python, torchrun, wandb) of this installation, for this shell and folder."""
-    if "UV" in os.environ and Path.cwd() == TRAIN.parent:  # `uv run` in the checkout
+    if "UV" in os.environ and current_folder() == TRAIN.parent:  # `uv run` in the checkout
         command = ["uv", "run", program]
     else:
         own = sys.executable if program == "python" else str(Path(sys.executable).with_name(program))
