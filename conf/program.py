@@ -159,7 +159,7 @@ def _refuse_several(name: str) -> None:
         rank, size, _ = ranks()
     except ValueError as error:
         sys.exit(fail(str(error)))
-    if size > 1 and rank > 0:
+    if rank > 0:
         sys.exit()  # in peace: torchrun stops all when one fails, and the first has not yet said why
     if size > 1:
         sys.exit(fail(f"{name} is one process, and {size} were started; start it without torchrun or srun"))

@@ -48,11 +48,10 @@ def test_a_second_process_is_refused_and_kill_9_frees_the_folder(tmp_path, monke
         files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
         arguments = [*files, *SMALL, *story, f"hydra.run.dir={tmp_path / 'run'}", "train.steps=4"]
         refused = told("train", arguments, monkeypatch, capsys)
-        folder = os.path.relpath(tmp_path / "run")
         assert refused.code == 2
         assert refused.error == (
-            f"error: run folder {folder} is in use by process {holder.pid} on {socket.gethostname()}; wait for its "
-            "end, stop it, or give another hydra.run.dir\n"
+            f"error: run folder {tmp_path / 'run'} is in use by process {holder.pid} on {socket.gethostname()}; wait "
+            "for its end, stop it, or give another hydra.run.dir\n"
         )
     finally:
         holder.kill()

@@ -16,7 +16,7 @@ from tests.wandb_stub import WandbStub
 from train import train
 from training.log import ROOT
 from training.stop import shell_command
-from training.wandb_run import LoggerConfig, _can_write_below_home, start_wandb, wandb_mode
+from training.wandb_run import LoggerConfig, _can_write_below_home, _earlier_lives, start_wandb, wandb_mode
 
 REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -339,6 +339,16 @@ def test_wandb_that_cannot_be_imported_ends_no_run(tmp_path, monkeypatch):
     assert wandb_mode(LoggerConfig()) == ("disabled", "auto: wandb is not installed")
     with pytest.raises(ValueError, match=r"^logger.wandb=offline but wandb is not installed; "):
         wandb_mode(LoggerConfig(wandb="offline"))
+
+
+def test_a_life_that_began_in_the_second_of_another_is_one(tmp_path):
+    """wandb gives its folder the same name with a number."""
+    (tmp_path / "wandb_id").write_text("abcdefgh 0\n")
+    life = tmp_path / "wandb" / "offline-run-20260101_000000-abcdefgh-1"
+    life.mkdir(parents=True)
+    assert _earlier_lives(tmp_path, 8) == ("abcdefgh", 0, [life])
+    (life / "run-abcdefgh.wandb.synced").touch()
+    assert _earlier_lives(tmp_path, 8) == ("abcdefgh", 8, [])
 
 
 def test_what_wandb_was_told_before_is_heard(tmp_path, monkeypatch):

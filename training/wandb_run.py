@@ -186,9 +186,10 @@ def _earlier_lives(run_dir: Path, recorded: int) -> tuple[str, int, list[Path]]:
     text = id_file.read_text(errors="replace") if id_file.exists() else ""
     written = re.fullmatch(r"([\w-]+)(?: (\d+))?", text.strip(), flags=re.ASCII)
     run_id, sent = (written[1], int(written[2] or 0)) if written else (secrets.token_hex(4), 0)
-    offline = list(run_dir.glob(f"wandb/offline-run-*-{run_id}"))
+    # wandb adds a number to the second of two that begin in one second
+    offline = list(run_dir.glob(f"wandb/offline-run-*-{run_id}*"))
     unsent = [folder for folder in offline if not list(folder.glob("*.synced"))]
-    lives = [*offline, *run_dir.glob(f"wandb/run-*-{run_id}")]  # their names tell when each began
+    lives = [*offline, *run_dir.glob(f"wandb/run-*-{run_id}*")]  # their names tell when each began
     if lives and max(lives, key=lambda folder: folder.name.removeprefix("offline-")) not in unsent:
         sent = recorded
     id_file.write_text(f"{run_id} {sent}\n")
