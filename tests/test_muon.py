@@ -58,16 +58,19 @@ def moments_of(optimizer):
 # --- Newton-Schulz
 
 
-def test_each_quintic_is_the_best_on_what_those_before_it_leave():
+@pytest.mark.parametrize(
+    ("dtype", "least", "left"), [(torch.bfloat16, 5e-3, (0.917, 1.083)), (torch.float32, 3e-3, (0.354, 1.646))]
+)
+def test_each_quintic_is_the_best_on_what_those_before_it_leave(dtype, least, left):
     """The largest error is reached with alternating signs at four points: no other odd quintic has a smaller one."""
-    low, high = 5e-3, 1.0
-    for a, b, c in muon.QUINTICS:
+    low, high = least, 1.0
+    for a, b, c in muon.QUINTICS[dtype]:
         inner = np.sqrt(np.roots([5 * c, 3 * b, a]).real)  # where the slope is zero
         points = np.array([low, *sorted(inner), high])
         errors = 1 - (a * points + b * points**3 + c * points**5)
         assert np.ptp(errors * [1, -1, 1, -1]) < 2e-5
         low, high = 1 - errors[0], 1 + errors[0]
-    assert (low, high) == pytest.approx((0.917, 1.083), abs=1e-3)
+    assert (low, high) == pytest.approx(left, abs=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,8 +82,8 @@ def test_orthogonalized_matrices_keep_directions_and_lose_lengths(shape, dtype):
     found = orthogonalize(u * lengths @ vh, dtype)
     assert found.dtype == dtype
     inside = u.mT @ found.float() @ vh.mT  # diagonal, if the directions are kept
-    noise = 5e-3 if dtype == torch.float32 else 0.06
-    assert inside.diagonal(dim1=1, dim2=2).sub(1).abs().max() < 0.1 + noise
+    noise, error = (5e-3, 0.65) if dtype == torch.float32 else (0.06, 0.1)
+    assert inside.diagonal(dim1=1, dim2=2).sub(1).abs().max() < error + noise
     assert (inside - torch.diag_embed(inside.diagonal(dim1=1, dim2=2))).abs().max() < noise
     assert not orthogonalize(torch.zeros(1, *shape), dtype).any()
 
