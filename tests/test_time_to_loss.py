@@ -117,7 +117,7 @@ def small(tmp_path):
     return settings(
         "data=text", f"data.files={tmp_path}/corpus.txt", f"data.cache_dir={tmp_path}/cache", "model=tiny",
         "tokenizer=characters", "model.num_layers=1", "model.n_embd=32", "data.seq_len=32", "train.batch_tokens=128",
-        "train.steps=6", "optim=muon", "train.eval_windows=4", "bench.every=2", "bench.seeds=[0]", "bench.target=3.2",
+        "train.steps=8", "optim=muon", "train.eval_windows=4", "bench.every=2", "bench.seeds=[0]", "bench.target=3.2",
         f"nanogpt.folder={tmp_path}/nanogpt", "nanogpt.lr=[0.1,0.3]", "nanogpt.steps=40", "nanogpt.batch_tokens=64",
         "nanogpt.warmup_steps=2", "hardware.device=cpu", "logger.wandb=disabled",
         schema=TimeToLossSettings, experiment=None,
