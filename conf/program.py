@@ -150,15 +150,18 @@ def program(
 
 
 def _refuse_several(name: str) -> None:
-    """Exit where torchrun or srun started this program more than once; the first process says so."""
+    """Exit where torchrun or srun started this program more than once; the first process says so.
+
+    An environment with half of what they set is another's, as of a cluster's pod, and no matter of one process.
+    """
     if not os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
         return
     from training.rendezvous import ranks  # it needs PyTorch, and tools may not
 
     try:
         rank, size, _ = ranks()
-    except ValueError as error:
-        sys.exit(fail(str(error)))
+    except ValueError:
+        return
     if rank > 0:
         sys.exit()  # in peace: torchrun stops all when one fails, and the first has not yet said why
     if size > 1:

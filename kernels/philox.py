@@ -12,7 +12,9 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
+def philox(
+    seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor | int, rounds: int = ROUNDS
+) -> tuple[Tensor, ...]:
     """Four words of 32 random bits, as int64 in [0, 2^32), for counters that broadcast; seed is () int64."""
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(rounds):
@@ -33,7 +35,7 @@ def keep_mask(seed: Tensor, p: float, heads: Tensor, rows: Tensor, cols: Tensor,
     rows, cols: query and key index, in the document where there are several.
     document: the index of its first query in the whole tensor.
     """
-    words = philox(seed, cols & ~8, rows & ~8, heads, torch.tensor(document, device=rows.device))
+    words = philox(seed, cols & ~8, rows & ~8, heads, document)
     first_row, first_col = (rows & 8) == 0, (cols & 8) == 0
     upper, lower = torch.where(first_col, *words[:2]), torch.where(first_col, *words[2:])
     uniform = (torch.where(first_row, upper, lower) >> 8).to(torch.float32) * 2.0**-24

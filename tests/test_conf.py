@@ -442,6 +442,21 @@ def test_a_program_of_one_process_is_not_run_by_several(rank, code, said, monkey
     assert bool(err) == bool(said)
 
 
+def test_a_program_of_one_process_does_not_mind_half_an_environment(tmp_path, monkeypatch):
+    """As a cluster gives to a pod: there WORLD_SIZE counts pods."""
+    ran = []
+
+    @program("tool", Echo)
+    def main(settings: Echo, run_dir: Path) -> None:
+        ran.append(settings)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["echo.py"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    main()
+    assert len(ran) == 1
+
+
 def test_a_command_is_told_where_the_current_folder_is_gone(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
