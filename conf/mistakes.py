@@ -47,6 +47,25 @@ def fail(message: str, *, prints: bool = True) -> int:
     return EXIT_USER_ERROR
 
 
+def refuse_several(name: str) -> None:
+    """Exit where torchrun or srun started this program more than once; the first process says so.
+
+    An environment with half of what they set is another's, as of a cluster's pod, and no matter of one process.
+    """
+    if not os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
+        return
+    from training.rendezvous import ranks  # it needs PyTorch, and tools may not
+
+    try:
+        rank, size, _ = ranks()
+    except ValueError:
+        return
+    if rank > 0:
+        sys.exit()  # in peace: torchrun stops all when one fails, and the first has not yet said why
+    if size > 1:
+        sys.exit(fail(f"{name} is one process, and {size} were started; start it without torchrun or srun"))
+
+
 def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = None) -> str:
     """One line for an error of Hydra, OmegaConf, the operating system or a dataclass.
 

@@ -43,7 +43,7 @@ from conf.folders import (
 )
 from conf.interrupt import raise_again
 from conf.keys import help_page, known_keys
-from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
+from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system, refuse_several
 from training.lock import InUse, holder
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def program(
             if sys.version_info >= NEWER:
                 sys.exit(fail(f"Python {sys.version_info[0]}.{sys.version_info[1]} is newer than Hydra 1.3; use 3.13"))
             if alone and world is None:
-                _refuse_several(Path(sys.argv[0]).name)
+                refuse_several(Path(sys.argv[0]).name)
             typed = sys.argv
             register(schema)
             runs = _Runs(main, schema, defaults, typed, [], run_dir != ".", show_traceback, _processes(world))
@@ -147,25 +147,6 @@ def program(
         return command_line
 
     return decorate
-
-
-def _refuse_several(name: str) -> None:
-    """Exit where torchrun or srun started this program more than once; the first process says so.
-
-    An environment with half of what they set is another's, as of a cluster's pod, and no matter of one process.
-    """
-    if not os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
-        return
-    from training.rendezvous import ranks  # it needs PyTorch, and tools may not
-
-    try:
-        rank, size, _ = ranks()
-    except ValueError:
-        return
-    if rank > 0:
-        sys.exit()  # in peace: torchrun stops all when one fails, and the first has not yet said why
-    if size > 1:
-        sys.exit(fail(f"{name} is one process, and {size} were started; start it without torchrun or srun"))
 
 
 def _processes(world: "Callable[[], World] | None") -> "World | None":
