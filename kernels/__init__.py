@@ -15,6 +15,7 @@ from .decode import (
 from .decode_layers import KVCacheLayers
 from .documents import padded_documents, place_documents
 from .fused.cross_entropy import cross_entropy
+from .fused.draw_tokens import draw_tokens, takes_draw_tokens
 from .fused.linear_cross_entropy import linear_cross_entropy
 from .fused.rms_norm import rms_norm
 from .fused.rotary import rotate_and_split
@@ -28,6 +29,7 @@ __all__ = [
     "KVCacheLayers",
     "block_mask",
     "cross_entropy",
+    "draw_tokens",
     "flash_attention",
     "flash_attention_varlen",
     "flash_attention_with_kvcache",
@@ -42,6 +44,7 @@ __all__ = [
     "rms_norm",
     "rotate_and_split",
     "skinny_linear",
+    "takes_draw_tokens",
     "takes_skinny_linear",
     "tiled_attention",
     "tiled_attention_varlen",

@@ -5,6 +5,8 @@ from operator import index
 import torch
 from torch import Tensor
 
+from kernels import draw_tokens, takes_draw_tokens
+
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise ValueError naming the option, its value and what is allowed."""
@@ -58,6 +60,9 @@ def choose_next_token(
     if device.type == "mps":  # which has no float64
         logits = logits.cpu()
     uniform = uniform.to(logits.device)
+    if takes_draw_tokens(logits):
+        top_k = top_k and min(top_k, logits.size(1))
+        return draw_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
     logits, ids = likeliest(logits, top_k or logits.size(1))  # (S, K) each
     # The largest logit goes to 0 before the division: a temperature of 1e-6 must not overflow.
     probs = ((logits - logits[:, :1]) / temperature).softmax(dim=-1)  # (S, K)
@@ -84,13 +89,11 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
         return ordered[:, :count], ids[:, :count]
     # One integer holds logit and id, so that equal logits have one order on every device. The bits of a float are in
-    # the order of its value, those of negative ones the other way round. Logits of 16 bits need half as wide a one.
-    width = 16 if logits.element_size() == 2 and vocab_size <= 1 << 16 else 32
-    narrow, wide = (torch.int16, torch.int32) if width == 16 else (torch.int32, torch.int64)
-    bits = ((logits if width == 16 else logits.float()) + 0.0).view(narrow)  # + 0.0: there is one zero
-    order = (bits ^ ((bits >> (width - 1)) & ((1 << (width - 1)) - 1))).to(wide) << width
-    backwards = torch.arange(vocab_size - 1, -1, -1, device=logits.device, dtype=wide)
-    ids = vocab_size - 1 - ((order | backwards).topk(count, dim=-1).values & ((1 << width) - 1)).long()
+    # the order of its value, those of negative ones the other way round.
+    bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: there is one zero
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    backwards = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    ids = vocab_size - 1 - ((order | backwards).topk(count, dim=-1).values & 0xFFFFFFFF)
     return logits.gather(1, ids).double(), ids
 
 

@@ -248,8 +248,9 @@ def test_a_share_that_reaches_p_exactly_ends_the_nucleus():
     assert choose_next_token(logits, uniform.new_ones(4), top_p=0.7).tolist() == [2] * 4  # as float32 may round it
 
 
-def test_numbers_drawn_on_the_host_serve_logits_of_a_gpu():
+def test_numbers_drawn_on_the_host_serve_logits_of_a_gpu(monkeypatch):
     """As a model of transformers hands them over; `Generation` has them on the device already."""
+    monkeypatch.setattr("model.sampling.draw_tokens", lambda logits, uniform, **options: uniform)
     with FakeTensorMode():
         logits = torch.empty(2, 50, device="cuda")
         token = choose_next_token(logits, torch.empty(2, dtype=torch.float64), top_k=5)

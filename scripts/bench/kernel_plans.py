@@ -22,6 +22,7 @@ from triton.runtime.jit import create_function_from_signature
 from kernels import BlockMask
 from kernels.call import Options
 from kernels.decode import Call, kvcache_workspace
+from kernels.fused.draw_tokens_kernels import launch_draw_tokens
 from kernels.fused.skinny_linear_kernel import launch_skinny_linear
 from kernels.hopper.backward import launch_hopper_bwd
 from kernels.hopper.decode import launch_hopper_decode
@@ -40,6 +41,8 @@ KERNELS = {  # the main ones; what runs before and after them is no plan
     "flash_decode_kernel": "decode",
     "skinny_linear_kernel": "skinny",
     "one_row_linear_kernel": "skinny",
+    "draw_few_kernel": "draw",
+    "draw_any_kernel": "draw",
     "hopper_fwd_kernel": "hopper_fwd",
     "hopper_bwd_kernel": "hopper_bwd",
     "hopper_decode_kernel": "hopper_decode",
@@ -66,10 +69,10 @@ SPECIAL = (
 
 @lru_cache
 def plans(arch: int) -> dict[str, Launch]:
-    """All plans of both engines and of generation's products, on compute capability arch / 10, by their names."""
+    """All plans of both engines, and of generation's products and draws, on capability arch / 10, by their names."""
     found = {}
     hopper = hopper_calls() if arch == 90 else ()
-    for words, launches in (*portable_calls(arch), *decode_calls(arch), *skinny_calls(arch), *hopper):
+    for words, launches in (*portable_calls(arch), *decode_calls(arch), *skinny_calls(arch), *draw_calls(), *hopper):
         for launch in launches:
             if kernel := KERNELS.get(launch.kernel.__name__):
                 found[f"{kernel} {arch} {name(words, launch)}"] = launch
@@ -82,7 +85,7 @@ def plans(arch: int) -> dict[str, Launch]:
 
 def name(words: tuple[str, ...], launch: Launch) -> str:
     constants, how = launch.constants, launch.how
-    words = [str(constants.get("K") or constants["HEAD_DIM"]), *words]
+    words = [str(constants.get("K") or constants.get("V") or constants["HEAD_DIM"]), *words]
     if "BLOCK_Q" in constants:
         words += [f"{constants['BLOCK_Q']}x{constants['BLOCK_K']}", f"w{how['num_warps']}", f"s{how['num_stages']}"]
     if "CONSUMERS" in constants:
@@ -154,6 +157,18 @@ def skinny_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None, rotary, None)
         launches = [launch._replace(constants=launch.constants | {"EARLY": arch >= 90}) for launch in launches]
         yield (f"{outputs} outputs", f"{rows} rows", *([word] if word else [])), launches
+
+
+def draw_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
+    """A step's tokens: dtype, top_k, top_p."""
+    for dtype, top_k, top_p in (("bf16", 200, None), ("fp32", 896, 0.9), ("bf16", None, None), ("fp16", 5000, 0.9)):
+        logits, uniform = (
+            torch.empty(shape, dtype=kind, device="meta")
+            for shape, kind in (((64, 50304), DTYPES[dtype]), ((64,), torch.float64))
+        )
+        with recorded() as launches:
+            launch_draw_tokens(logits, uniform, 0.8, top_k, top_p)
+        yield (dtype, f"top_k {top_k}", *(["top_p"] if top_p else [])), launches
 
 
 def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:

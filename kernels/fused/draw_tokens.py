@@ -1,0 +1,54 @@
+"""A token for each row of logits, drawn in one launch and without a sort.
+
+In a step of generation PyTorch's way, some thirty kernels around a top-k or a sort of the whole vocabulary, took from a
+fifth to half of the time. This file is the contract (torch only); the kernels load when a CUDA tensor, or the
+interpreter, needs them.
+"""
+
+import torch
+from torch import Tensor
+
+from ..device import interpreting
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def takes_draw_tokens(logits: Tensor) -> bool:
+    """Whether `draw_tokens` is made for these logits: on CUDA, but not in float64."""
+    return logits.is_cuda and logits.dtype in DTYPES
+
+
+def draw_tokens(
+    logits: Tensor, uniform: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """In each row the first token at which the mass of the tokens up to it exceeds uniform times the mass of all.
+
+    A token's mass is exp(logit / temperature). Tokens count from the largest logit down, of equal ones the smaller id
+    first: the first top_k, and of those the ones before which there is less than top_p of their mass. In float64.
+
+    Args:
+        logits: (S, V), bf16, fp16 or fp32, on CUDA or in the interpreter.
+        uniform: (S,) float64 in [0, 1), on logits' device.
+        temperature: above 0.
+        top_k: 1 to V; None: V.
+        top_p: in (0, 1]; None: all.
+
+    Returns:
+        (S,) int64: ids; 0 where logits are NaN.
+
+    Raises:
+        ValueError: another shape, dtype, device or top_k.
+    """
+    fits = logits.dim() == 2 and uniform.shape == logits.shape[:1] and uniform.device == logits.device
+    if not fits or uniform.dtype != torch.float64:
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)} on {logits.device} and uniform {tuple(uniform.shape)} of "
+            f"{uniform.dtype} on {uniform.device}; expected (S, V) and (S,) float64 on one device"
+        )
+    if logits.dtype not in DTYPES or not (logits.is_cuda or interpreting()):
+        raise ValueError(f"logits are {logits.dtype} on {logits.device}; expected bf16, fp16 or fp32 on CUDA")
+    if top_k is not None and not 1 <= top_k <= logits.size(1):
+        raise ValueError(f"top_k={top_k} must be 1 to the {logits.size(1)} logits of a row")
+    from .draw_tokens_kernels import launch_draw_tokens
+
+    return launch_draw_tokens(logits, uniform, temperature, top_k, top_p)
