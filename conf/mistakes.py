@@ -80,8 +80,10 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
         case MissingConfigException():  # an OSError too
             return _missing_file(error)
         case OSError():  # nothing but the run's folder is written before the program itself begins
-            name = f"hydra.run.dir={error.filename}"
-            return f"{name} cannot be made ({error.strerror}); name another folder, as hydra.run.dir=FOLDER"
+            key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(sys.argv) else "hydra.run.dir"
+            is_broken = os.path.islink(error.filename or "") and not os.path.exists(error.filename)
+            why = "a link to nothing" if is_broken else error.strerror
+            return f"{key}={error.filename} cannot be made ({why}); name another folder, as {key}=FOLDER"
         case YAMLError():
             mark = getattr(error, "problem_mark", None)
             place = f"{mark.name} line {mark.line + 1}" if mark else "a configuration file"

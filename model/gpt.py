@@ -18,7 +18,7 @@ from model.config import GPTConfig, round_up
 from model.embedding import embed
 from model.fp8 import Linear8, use_fp8
 from model.masks import Pattern, parse_mask
-from model.positions import positions_in, rope_tables
+from model.positions import check_input, positions_in, rope_tables
 from model.recompute import recompute
 
 NORM_EPS = 1e-6  # small beside the mean square of a fresh embedding, 0.02 ** 2 = 4e-4
@@ -300,15 +300,10 @@ class GPT(nn.Module):
             of its whole step. A prefix (model.mask) is not predicted: its tokens count as the mean of the others.
 
         Raises:
-            ValueError: the context would be longer than seq_len.
+            ValueError: the context would be longer than seq_len; tokens, targets or a cache of another shape.
         """
-        if kv_cache is not None and (targets is not None or cu_seqlens is not None):
-            raise ValueError("kv_cache goes with tokens alone; leave targets and cu_seqlens out")
+        check_input(tokens, targets, cu_seqlens, kv_cache, self.config, self.seq_len)
         shape, documents = tokens.shape, None
-        if kv_cache is None and tokens.size(1) > self.seq_len:
-            raise ValueError(
-                f"a context of {tokens.size(1)} tokens is longer than the model's seq_len={self.seq_len}; shorten it"
-            )
         share = 1.0  # of the tokens that are predicted
         if targets is not None and self.prefix > 1:
             if shape[1] < self.prefix:

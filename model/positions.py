@@ -1,7 +1,44 @@
-"""Where a token stands: in its document, and as the angles by which rotary positions turn queries and keys."""
+"""Where a token stands: in its context, in its document, and as the angles by which rotary positions turn queries and
+keys."""
 
 import torch
 from torch import Tensor
+
+from model.cache import KVCache, Prompts
+from model.config import GPTConfig
+
+
+def check_input(
+    tokens: Tensor,
+    targets: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kv_cache: KVCache | Prompts | None,
+    config: GPTConfig,
+    seq_len: int,
+) -> None:
+    """Raise ValueError where a GPT cannot take these: arguments of its `forward`. The device is not asked for ids."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.numel() == 0 or tokens.is_floating_point():
+        found = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens are {found}; give ids as an int64 tensor of at least one token, (B, N)")
+    if targets is not None and targets.shape != tokens.shape:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected the tokens' {tuple(tokens.shape)}")
+    if kv_cache is None:
+        if tokens.size(1) > seq_len:
+            raise ValueError(
+                f"a context of {tokens.size(1)} tokens is longer than the model's seq_len={seq_len}; shorten it"
+            )
+        return
+    if targets is not None or cu_seqlens is not None:
+        raise ValueError("kv_cache goes with tokens alone; leave targets and cu_seqlens out")
+    cache = getattr(kv_cache, "cache", kv_cache)  # of `Prompts` the one that they are read into
+    layers, _, heads, _, head_dim = cache.keys.shape
+    fits = (layers, heads, head_dim) == (config.num_layers, config.kv_heads, config.head_dim)
+    if not fits or cache.max_tokens > seq_len:
+        raise ValueError(
+            f"the KV cache has {layers} layers of {heads} heads of width {head_dim} and rows of {cache.max_tokens} "
+            f"tokens; the model has {config.num_layers} of {config.kv_heads} of {config.head_dim} and "
+            f"seq_len={seq_len}: make one by its make_cache"
+        )
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

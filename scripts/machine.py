@@ -130,7 +130,7 @@ def not_writable(folder: Path) -> str | None:
     """Why nothing can be written there, or None."""
     place = existing(folder)
     if not place.is_dir():
-        return f"cannot be made: {place} is a file"
+        return f"cannot be made: {place} is a {'file' if place.exists() else 'link to nothing'}"
     try:
         with tempfile.TemporaryFile(dir=place):
             return None
@@ -139,6 +139,6 @@ def not_writable(folder: Path) -> str | None:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest of its parents that exists."""
+    """`folder`, or the nearest of its parents that exists; a link that leads nowhere does, and no folder fits below."""
     folder = Path(os.path.abspath(folder.expanduser()))
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    return next(place for place in (folder, *folder.parents) if os.path.lexists(place))

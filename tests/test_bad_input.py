@@ -297,6 +297,15 @@ COMMAND_LINES = [
     Case("missing --config-name", ["--config-name=x"], ["the configuration x does not exist"]),
     Case("run folder is a file", ["hydra.run.dir={p}/corpus.txt"], ["hydra.run.dir={p}/corpus.txt", "name another"]),
     Case("run folder below a file", ["hydra.run.dir={p}/corpus.txt/x"], ["hydra.run.dir=", "Not a directory"]),
+    Case(
+        "run folder below a link to nothing",
+        ["hydra.run.dir={p}/scratch/x"],
+        ["cannot be made (a link to nothing)", "as hydra.run.dir=FOLDER"],
+        lambda place: (place.path / "scratch").symlink_to("unmounted"),
+    ),
+    Case(
+        "sweep below a file", ["-m", "optim.lr=1,2", "hydra.sweep.dir={p}/corpus.txt/x"], ["as hydra.sweep.dir=FOLDER"]
+    ),
     Case("run folder in use", ["hydra.run.dir=first"], ["run folder first already holds a run", "resume=auto"]),
     Case("range without -m", ["train.steps=range(1,3)"], ["train.steps=range(1,3) is several values", "-m"]),
     Case("thousands", ["train.steps=1e3"], ["train.steps=1000.0 has the wrong type", "number; write 1000"]),

@@ -250,6 +250,8 @@ CASES = [
     Case("a slow CPU", "speed", "s a step on this CPU", "use model=tiny", setup=any_step_is_slow, status=NOTE),
     Case("too little room for checkpoints", "disk", "0.0 GB free", "train.keep_last=1", setup=full_disk),
     Case("a run's folder that is a file", "disk", "cannot be made", "hydra.run.dir=FOLDER", setup=runs_is_a_file),
+    Case("a run's folder that is a link to nothing", "disk", "is a link to nothing", "hydra.run.dir=FOLDER",
+         setup=lambda place: place.runs.symlink_to("unmounted")),
     Case("wandb out of reach", "wandb", "http://127.0.0.1:9 does not answer", "logger.wandb=offline",
          ["logger.wandb=online"], environment(WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")),
     Case("wandb without a login", "wandb", "no login was found", "logger.wandb=offline", ["logger.wandb=online"],

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
 from model.attention import SHORT, attend_with
+from model.cache import KVCache, PagedKVCache
 from model.embedding import embed, embedding_bwd
 from model.positions import rope_tables
 
@@ -315,6 +316,46 @@ def test_dropout_is_of_the_embeddings_and_of_what_each_part_adds(monkeypatch):
 def test_a_context_beyond_seq_len_is_refused():
     with pytest.raises(ValueError, match=r"context of 33 tokens .* seq_len=32"):
         small_gpt()(torch.zeros(1, 33, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1, 2]], r"tokens are list; give ids as an int64 tensor of at least one token, \(B, N\)"),
+        (torch.zeros(8, dtype=torch.int64), r"tokens are torch.int64 \(8,\); give ids"),
+        (torch.zeros(1, 2, 8, dtype=torch.int64), r"tokens are torch.int64 \(1, 2, 8\); give ids"),
+        (torch.zeros(2, 0, dtype=torch.int64), r"tokens are torch.int64 \(2, 0\); give ids"),
+        (torch.zeros(2, 8), r"tokens are torch.float32 \(2, 8\); give ids"),
+    ],
+)
+def test_tokens_of_another_kind_are_refused(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        small_gpt()(tokens)
+
+
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+def test_targets_of_another_shape_are_refused(loss):
+    """Of as many tokens in another order they would be those of other tokens."""
+    tokens, targets = batch(rows=2, length=8)
+    for given in (targets.T, targets.flatten(), targets[:, :4]):
+        with pytest.raises(ValueError, match=r"targets has shape .*; expected the tokens' \(2, 8\)"):
+            small_gpt(loss=loss)(tokens, given)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_cache_of_another_model_is_refused(page):
+    tokens = batch(rows=1, length=4)[0]
+    for changes, max_tokens in (({"num_layers": 1}, 32), ({"num_kv_heads": 4}, 32), ({"n_embd": 32}, 32), ({}, 33)):
+        config = small_config(**changes)
+        cache = KVCache(config, 1, max_tokens) if page is None else PagedKVCache(config, 1, max_tokens, None, page)
+        cache.allocate(0)
+        cache.extend([0], 4)
+        for given in (cache, cache.prompts([0])):
+            with pytest.raises(
+                ValueError, match=r"the KV cache has .*; the model has 2 of 2 of 16 and seq_len=32: make"
+            ):
+                small_gpt()(tokens, kv_cache=given)
+        assert cache.stored == [0]
 
 
 # ---- initialisation
