@@ -413,7 +413,7 @@ def test_what_memory_does_not_hold_is_refused_and_what_waits_takes_none(monkeypa
     )
     with pytest.raises(ValueError, match=f"{said}; use fewer"):
         generate(small_gpt(), [[1]], **options)
-    said = r"10000000 rows of 2 tokens, 10000000 pages of 128, needs \S+ GiB and 3.00 GiB are free on cpu; use fewer rows"
+    said = r"10000000 rows of 2 tokens, 10000000 pages of 128, needs \S+ GiB and 3.00 GiB are free on cpu; use fewer"
     with pytest.raises(ValueError, match=f"a KV cache of {said}"):
         generate(small_gpt().cpu(), [[1]], max_new_tokens=1, num_samples=10**7, batch_size=10**7)
     made = []
