@@ -60,7 +60,7 @@ def choose_next_token(
     if device.type == "mps":  # which has no float64
         logits = logits.cpu()
     uniform = uniform.to(logits.device)
-    if takes_draw_tokens(logits):
+    if takes_draw_tokens(logits, top_k):
         top_k = top_k and min(top_k, logits.size(1))
         return draw_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
     logits, ids = likeliest(logits, top_k or logits.size(1))  # (S, K) each

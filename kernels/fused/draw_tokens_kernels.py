@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..device import interpreting
 from ..launch import Launch, plan_of, run
+from .draw_tokens import FEW
 
-MOST_FEW = 896  # whose slots are 1,024
 # of an fp32 number that one of this type is, from the sign on, in pairs: all others are zeros
 BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
 
@@ -271,7 +271,7 @@ def launch_draw_tokens(
     logits = logits.float() if interpreting() else logits  # it keeps bfloat16 as integers
     tensors = {"logits": logits if logits.stride(1) == 1 else logits.contiguous(), "uniform": uniform, "out": out}
     count = vocab_size if top_k is None else top_k
-    few = count <= MOST_FEW
+    few = count <= FEW
     constants = {"V": vocab_size, "BITS": bits}
     # slots also for what comes with the k: logits equal to the last, and those that are second in their group
     slots = triton.next_power_of_2(count + count // 8 + 16)
