@@ -48,7 +48,7 @@ class KVCache:
         *,
         pool: tuple[int, int] | None = None,
     ):
-        wide = dtype.is_floating_point and dtype.itemsize > 1
+        wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
         if not wide and dtype not in (torch.int8, torch.float8_e4m3fn):
             raise ValueError(
                 f"a KV cache in {dtype} is not known; use a floating point dtype of 16 bits or more, torch.int8 or "

@@ -2,8 +2,9 @@
 
 import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from model.recompute import MODES
 
 MLPS = ("gelu", "swiglu", "relu2")
 LOSSES = ("auto", "chunked", "plain")
+KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
 # no network is larger; beyond them sizes in bytes pass 2^63, and building the forecast's model takes minutes
 LARGEST = {"num_layers": 4096, "n_embd": 2**20, "mlp_hidden": 2**22, "window": 2**31 - 1}
 
@@ -92,6 +94,16 @@ class GPTConfig:
 
     def validate(self) -> None:
         """Raise ValueError on the first key that cannot be; call it again after changing a field."""
+        for field in fields(self):
+            kinds, value = get_args(field.type) or (field.type,), getattr(self, field.name)
+            if isinstance(value, bool):
+                fits = bool in kinds
+            elif isinstance(value, Integral):  # NumPy's too
+                fits = int in kinds or float in kinds
+            else:
+                fits = isinstance(value, kinds)
+            if not fits:
+                raise ValueError(f"model.{field.name}={value!r} must be {' or '.join(KINDS[kind] for kind in kinds)}")
         for key in ("num_layers", "num_heads", "num_kv_heads", "n_embd", "mlp_hidden", "window"):
             value = getattr(self, key)
             if value is not None and value < 1:

@@ -505,6 +505,12 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
     ("changes", "message"),
     [
         ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
+        ({"num_layers": "2"}, "model.num_layers='2' must be a whole number"),
+        ({"num_layers": True}, "model.num_layers=True must be a whole number"),
+        ({"window": 2.5}, "model.window=2.5 must be a whole number or None"),
+        ({"tie_embeddings": "no"}, "model.tie_embeddings='no' must be True or False"),
+        ({"dropout": "0.1"}, "model.dropout='0.1' must be a number"),
+        ({"mask": 5}, "model.mask=5 must be a text or None"),
         ({"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
         ({"mlp_hidden": -3}, "model.mlp_hidden=-3 must be at least 1"),
         ({"n_embd": 66}, "model.n_embd=66 is not a multiple of model.num_heads=4; use n_embd=68"),

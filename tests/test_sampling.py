@@ -137,7 +137,7 @@ def test_a_cache_holds_the_autocast_dtype():
         cache.extend([0], 8)
         assert cache.keys.dtype == torch.bfloat16
         assert torch.isfinite(model(prompt(8), kv_cache=cache)).all()
-    for dtype in (torch.int32, torch.uint8, torch.float8_e5m2):
+    for dtype in (torch.int32, torch.uint8, torch.float8_e5m2, "int8"):
         with pytest.raises(ValueError, match=f"a KV cache in {dtype} "):
             model.make_cache(1, dtype=dtype)
     for max_tokens in (33, 0, -3):
