@@ -162,10 +162,6 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "data.files={shakespeare}", "hardware.device=cpu", "train.steps=225", "nanogpt.lr=[1e-3,2e-3,4e-3]",
         'bench.changes=["hardware.dtype=float32"]',  # where auto is bfloat16, the CPU has units for it
     ),
-    "time_to_loss/cpu_float32": (  # on a CPU without such units
-        "data.files={shakespeare}", "hardware.device=cpu", "hardware.dtype=float32", "train.steps=225",
-        "nanogpt.lr=[2e-3,4e-3]",
-    ),
     "time_to_loss/shakespeare": (
         "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "nanogpt.lr=[1e-3,2e-3,3e-3]",
         "nanogpt.steps=5000", "nanogpt.batch_tokens=16384",
