@@ -1,5 +1,6 @@
 """The drawn token of each row against the definition, `choose_next_token` on a CPU."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +57,14 @@ def test_more_equal_logits_than_slots(top_k):
     logits[0, [17, 2100, 4400]] = 1.0
     for row in (logits, -logits, logits - logits):
         check(row, 12, top_k=top_k)
+
+
+def test_numbers_of_numpy_and_torch_and_strides_are_taken():
+    logits, uniform = rows_of(65, torch.float32), torch.rand(20, dtype=torch.float64)[::2]
+    options = {"temperature": torch.tensor(2.0), "top_k": np.int64(7), "top_p": np.float32(0.7)}
+    expected = choose_next_token(logits, uniform, temperature=2.0, top_k=7, top_p=float(np.float32(0.7)))
+    strided = logits.T.contiguous().T.to(DEVICE)
+    assert draw_tokens(strided, uniform.to(DEVICE), **options).tolist() == expected.tolist()
 
 
 def test_a_share_that_reaches_p_exactly_ends_the_nucleus():

@@ -54,4 +54,5 @@ def draw_tokens(
         raise ValueError(f"top_k={top_k} must be 1 to the {logits.size(1)} logits of a row")
     from .draw_tokens_kernels import launch_draw_tokens
 
-    return launch_draw_tokens(logits, uniform, temperature, top_k, top_p)
+    top_k, top_p = None if top_k is None else int(top_k), None if top_p is None else float(top_p)
+    return launch_draw_tokens(logits, uniform.contiguous(), float(temperature), top_k, top_p)  # Triton takes no others
