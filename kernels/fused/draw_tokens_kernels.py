@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import interpreting
-from ..launch import Launch, plan_of, run
+from ..launch import Launch, kernel_inputs, plan_of, run
 from .draw_tokens import FEW
 
 # of an fp32 number that one of this type is, from the sign on, in pairs: all others are zeros
@@ -29,12 +28,6 @@ def _order(x, BITS: tl.constexpr):
     """Integers in the order of x; there is one zero."""
     bits = (x.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - BITS)
-
-
-@triton.jit
-def _candidate(threshold, bit, BITS: tl.constexpr):
-    """The threshold with one bit more, from the sign down."""
-    return tl.where(bit == 0, 0, threshold | (tl.full([], 1, tl.int32) << (BITS - 1 - bit)))
 
 
 @triton.jit
@@ -53,7 +46,7 @@ def _gather_from_groups(
         largest = tl.maximum(largest, tl.where(inside, order, LEAST))
     threshold = tl.full([], LEAST, tl.int32)
     for bit in range(BITS):
-        candidate = _candidate(threshold, bit, BITS)
+        candidate = threshold + (tl.full([], 1, tl.int32) << (BITS - 1 - bit))  # of the sign: 0
         threshold = tl.where(tl.sum((largest >= candidate).to(tl.int32), 0) >= count, candidate, threshold)
 
     chosen = (largest >= threshold).to(tl.int32)
@@ -80,7 +73,7 @@ def _kth_of_row(logits, count, V: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.c
     threshold = tl.full([], -(2 ** (BITS - 1)), tl.int32)
     larger = tl.full([], 0, tl.int32)
     for bit in range(BITS):
-        candidate = _candidate(threshold, bit, BITS)
+        candidate = threshold + (tl.full([], 1, tl.int32) << (BITS - 1 - bit))  # of the sign: 0
         found = tl.zeros([GROUPS], tl.int32)
         for first in range(0, V, GROUPS):
             ids = first + tl.arange(0, GROUPS)
@@ -268,17 +261,18 @@ def launch_draw_tokens(
     bits, out = BITS[logits.dtype], uniform.new_empty(num_rows, dtype=torch.int64)
     if num_rows == 0:
         return out
-    logits = logits.float() if interpreting() else logits  # it keeps bfloat16 as integers
-    tensors = {"logits": logits if logits.stride(1) == 1 else logits.contiguous(), "uniform": uniform, "out": out}
+    (logits,) = kernel_inputs(logits)
+    tensors = {"logits": logits, "uniform": uniform, "out": out}
     count = vocab_size if top_k is None else top_k
-    few = count <= FEW
+    few, num_warps = count <= FEW, 32
     constants = {"V": vocab_size, "BITS": bits}
-    # slots also for what comes with the k: logits equal to the last, and those that are second in their group
-    slots = triton.next_power_of_2(count + count // 8 + 16)
     if few:
+        # slots also for what comes with the k: logits equal to the last, and those that are second in their group
+        slots = triton.next_power_of_2(count + count // 8 + 16)
         for name, dtype in (("kept", torch.float32), ("ids", torch.int32), ("mass", torch.float64)):
             tensors[name] = logits.new_empty(num_rows, slots, dtype=dtype)
-        groups = min(8192, max(2048, 16 * slots))
+        # groups and warps are the fastest of a sweep on an H200 with 50,304 logits; many warps wait for each other
+        groups, num_warps = min(8192, max(2048, 16 * slots)), 8 if slots <= 256 else 32
         constants |= {
             "TOP_P": top_p is not None, "GROUPS": groups,
             "MEMBERS": triton.next_power_of_2(triton.cdiv(vocab_size, groups)), "SLOTS": slots,
@@ -287,9 +281,7 @@ def launch_draw_tokens(
     else:
         tensors["masses"] = logits.new_empty(num_rows, vocab_size, dtype=torch.float64)
         constants |= {"TOP_K": count < vocab_size, "TOP_P": top_p is not None, "LANES": 4096}
-    # warps and groups are the fastest of a sweep on an H200 with 50,304 logits; many warps wait for each other
-    num_warps = 8 if few and slots <= 256 else 32
-    numbers = tensors["logits"].stride(0), count, temperature, 1.0 if top_p is None else top_p
+    numbers = logits.stride(0), count, temperature, 1.0 if top_p is None else top_p
     key = "draw_tokens", logits.device, num_rows, logits.dtype, few, *numbers, *constants.values()
     run(plan_of(key), tensors, partial(_launches, num_rows, few, num_warps, numbers, constants))
     return out
