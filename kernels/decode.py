@@ -330,7 +330,10 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def write_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, new: Tensor) -> None:
-    """Write new (Hkv, N, D) to `places` of a cache, an index of N tokens, rounded as the operator rounds."""
+    """Write new (Hkv, N, D) to `places` of a cache, rounded as the operator rounds.
+
+    places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the cache's device and inside of it.
+    """
     values = new.transpose(0, 1)  # (N, Hkv, D)
     if scale is not None:
         largest = EIGHT_BITS[cache.dtype]
@@ -341,13 +344,13 @@ def write_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, new: Tenso
             factor = scale[places] = (values.abs().amax(-1).float() / largest).clamp(min=_SMALLEST_SCALE)
         values = (values / factor[..., None]).clamp(-largest, largest)
         values = values.round() if cache.dtype == torch.int8 else values
-    values = values.to(cache.dtype)
-    of_words = (
-        n * x.itemsize % 8 == 0 for x in (cache, values) for n in (x.size(-1), *x.stride()[:-1], x.storage_offset())
-    )
-    if values.stride(-1) == 1 and all(of_words):  # a quarter of the elements, the same bytes
-        cache, values = cache.view(torch.int64), values.view(torch.int64)
-    cache[places] = values
+    elif cache.is_cuda and cache.dtype == new.dtype and new.stride(-1) == 1 and not needs_dispatcher(cache, new):
+        from .fused.write_kvcache_kernel import launch_write_kvcache
+
+        lines, _, slots = places
+        return launch_write_kvcache(cache, lines.contiguous(), slots.contiguous(), new)
+    cache[places] = values.to(cache.dtype)
+    return None
 
 
 def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torch.dtype = torch.float32) -> Tensor:

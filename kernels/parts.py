@@ -9,7 +9,8 @@ _KERNELS = {
     ),
     "cross-entropy": ("cross_entropy_fwd_kernel", "cross_entropy_bwd_kernel", "cross_entropy_in_place_kernel"),
     "rotary": ("rotary_kernel",),
-    "sampling": ("draw_few_kernel", "draw_any_kernel"),
+    "sampling": ("likeliest_kernel", "draw_few_kernel", "draw_any_kernel"),
+    "memory copies": ("write_kvcache_kernel",),
     "matmul": ("skinny_linear_kernel", "one_row_linear_kernel"),
 }
 PART_OF_KERNEL = {kernel: part for part, kernels in _KERNELS.items() for kernel in kernels}

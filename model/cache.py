@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import flash_attention_with_kvcache, kvcache_workspace, place_documents, read_kvcache, write_kvcache
+from kernels import flash_attention_with_kvcache, kvcache_workspace, read_kvcache, write_kvcache
 from kernels.decode import MAX_QUERIES
-from model.attention import AttentionFunction, Documents, flash
+from model.attention import AttentionFunction, flash
 from model.config import GPTConfig
 from model.free_memory import free_bytes
+from model.prompts import Prompts, sent
 
 ABSENT = -1  # the length of a row that is not in use
 
@@ -75,7 +76,8 @@ class KVCache:
             ) from error
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
-        self.stored = [0] * num_rows  # the same on the host, 0 for ABSENT
+        self.in_use = torch.zeros_like(self.lengths)  # 1 for each row that is: what a token adds to its length
+        self.stored = [0] * num_rows  # the lengths on the host, 0 for ABSENT
         self.reserved = [ABSENT] * num_rows  # with the slots that `extend` has reserved
         self.workspace = kvcache_workspace(num_rows, config.num_heads, device)  # of attention
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
@@ -117,12 +119,12 @@ class KVCache:
             self._check_in_use(row)
         self._set_length(rows, ABSENT)
 
-    def prompts(self, rows: list[int]) -> "Prompts":
+    def prompts(self, rows: list[int]) -> Prompts:
         """In place of the cache in a call of the model: reads the first tokens of some rows, packed end to end."""
         return Prompts(self, rows)
 
     def positions(self, num_rows: int, num_tokens: int) -> Tensor:
-        """Positions of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
+        """Positions of new tokens, row after row: (rows * num_tokens,) int64; of one a row the lengths, int32."""
         if num_rows != len(self.reserved):
             raise ValueError(
                 f"tokens of {num_rows} rows are not for a KV cache of {len(self.reserved)}; give {num_tokens} of each "
@@ -134,10 +136,9 @@ class KVCache:
                     f"row {row} of the KV cache has room for {length - stored} more tokens, not {num_tokens}; before "
                     "the model, which stores tokens of all rows in use, call extend with it"
                 )
-        first = self.lengths.clamp(min=0)
         if num_tokens == 1:  # a step: no kernel more than it needs
-            return first.long()
-        return (first[:, None] + torch.arange(num_tokens, device=first.device)).flatten()
+            return self.lengths
+        return (self.lengths.clamp(min=0)[:, None] + torch.arange(num_tokens, device=self.lengths.device)).flatten()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:
         """Store the new tokens of one layer, for which `extend` has made room, and attend over each row's tokens.
@@ -174,7 +175,7 @@ class KVCache:
     def advance(self, num_tokens: int) -> None:
         """Add `num_tokens` to the length of each row in use, once every layer has attended. A CUDA graph replays it on
         the device alone: after a replay, call `count_stored`."""
-        self.lengths.add_(self.lengths != ABSENT, alpha=num_tokens)
+        self.lengths.add_(self.in_use, alpha=num_tokens)
         if not (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.count_stored(num_tokens)
 
@@ -226,7 +227,8 @@ class KVCache:
             self.stored[row] = max(length, 0)
         is_all = len(set(rows)) == len(self.reserved)  # then one launch; a list of some would be copied, and waited for
         for place in [slice(None)] if is_all else rows:
-            self.lengths[place] = length
+            self.lengths[place].fill_(length)  # an assignment to one place waits for the GPU
+            self.in_use[place].fill_(length != ABSENT)
 
 
 class PagedKVCache(KVCache):
@@ -330,71 +332,5 @@ class PagedKVCache(KVCache):
                 pages.append(page)
                 self.row_pages[row].append(page)
         if pages:
-            rows, columns, pages = torch.tensor([rows, columns, pages], device=self.block_table.device)
+            rows, columns, pages = sent(torch.tensor([rows, columns, pages], device="cpu"), self.block_table.device)
             self.block_table[rows, columns] = pages.int()
-
-
-class Prompts:
-    """A cache for one call of the model: reads the prompts of some rows, end to end without padding.
-
-    cache: theirs, in which `extend` has made room for them.
-    rows: which rows, in the order of their tokens; they hold no tokens yet.
-    """
-
-    def __init__(self, cache: KVCache, rows: list[int]):
-        device = cache.lengths.device
-        for row in rows:
-            cache._check_in_use(row)
-            if cache.stored[row] or not cache.reserved[row]:
-                raise ValueError(
-                    f"row {row} of the KV cache has {cache.stored[row]} tokens and room for {cache.reserved[row]}; "
-                    "a prompt is read into a row with room and without tokens: allocate and extend it first"
-                )
-        if not rows or len(set(rows)) < len(rows):
-            raise ValueError(f"rows is {rows}; name those whose prompts are to be read, each once")
-        counts = torch.tensor([cache.reserved[row] for row in rows], device="cpu")
-        self.cache, self.counts = cache, counts.tolist()
-        self.products_workspace = cache.products_workspace
-        self._positions = torch.cat([torch.arange(count, device="cpu") for count in self.counts]).to(device)
-        self._row_numbers, self.rows = list(rows), torch.tensor(rows, device=device)
-        self.lengths = counts.int().to(device)
-        ends = counts.cumsum(0)
-        self.last = (ends - 1).to(device)  # (rows,) int64: each row's last token among all
-        longest = max(self.counts)
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
-        self.documents = Documents(place_documents(cu_seqlens, longest, device), longest)
-        self.places = cache.places(self.rows.repeat_interleave(counts.to(device)), self._positions)
-
-    def positions(self, num_rows: int, num_tokens: int) -> Tensor:
-        """Of all tokens, one row: (num_tokens,) int64. ValueError where their rows are not any more as they were."""
-        for row, count in zip(self._row_numbers, self.counts, strict=True):
-            if self.cache.stored[row] or self.cache.reserved[row] < count:
-                raise ValueError(
-                    f"row {row} of the KV cache has {self.cache.stored[row]} tokens and room for "
-                    f"{self.cache.reserved[row]}, and these prompts, of {count} there, were for a row without tokens; "
-                    "read them once, before the row is freed, and make others for others"
-                )
-        if (num_rows, num_tokens) != (1, len(self._positions)):
-            raise ValueError(
-                f"the prompts of the KV cache have {len(self._positions)} tokens, end to end in one row, not "
-                f"{num_tokens} in {num_rows}"
-            )
-        return self._positions
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:
-        """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D); `options` as a cache's."""
-        self.cache.store(layer, self.places, k[0], v[0])
-        if len(set(self.counts)) == 1:  # a batch: dense kernels are faster
-            q, k, v = (x[0].unflatten(1, (len(self.counts), -1)).transpose(0, 1) for x in (q, k, v))
-            o = attend(q, k, v, causal=True, **options)  # (rows, Hq, N, D)
-            return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
-        if attend is flash:
-            return attend(q, k, v, causal=True, **options, documents=self.documents)
-        each = zip(*(x.split(self.counts, dim=2) for x in (q, k, v)), strict=True)
-        return torch.cat([attend(*row, causal=True, **options) for row in each], dim=2)
-
-    def advance(self, num_tokens: int) -> None:
-        """Count the tokens as stored."""
-        self.cache.lengths[self.rows] = self.lengths
-        for row, count in zip(self._row_numbers, self.counts, strict=True):
-            self.cache.stored[row] = count

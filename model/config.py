@@ -17,6 +17,7 @@ from model.recompute import MODES
 MLPS = ("gelu", "swiglu", "relu2")
 LOSSES = ("auto", "chunked", "plain")
 KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+NORM_EPS = 1e-6  # small beside the mean square of a fresh embedding, 0.02 ** 2 = 4e-4
 # no network is larger; beyond them sizes in bytes pass 2^63, and building the forecast's model takes minutes
 LARGEST = {"num_layers": 4096, "n_embd": 2**20, "mlp_hidden": 2**22, "window": 2**31 - 1}
 

@@ -9,6 +9,7 @@ reads a step's tokens while the next step runs; when a sequence ends, its row go
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -19,9 +20,12 @@ from torch import Tensor
 
 from kernels.ops import needs_dispatcher
 from model.attention import flash
-from model.cache import KVCache, PagedKVCache, Prompts
+from model.cache import KVCache
 from model.free_memory import free_host_bytes
+from model.generation_state import StepState
 from model.gpt import GPT
+from model.inference import can_fuse, products_of
+from model.prompts import Prompts, sent
 from model.sampling import check_sampling, choose_next_token, whole
 
 PAGE = 128  # tokens: a tile of the decode kernel is in one page
@@ -52,7 +56,8 @@ def generate(
     prompt the last seq_len tokens count. The text of a sequence depends on its prompt, the seed, num_samples and the
     number of its sample, not on the other prompts, up to the rounding of the logits. Random numbers come from this
     call's own generator, and the model is copied to the dtype it would run in now (weights already in it are shared),
-    so generating in the middle of training changes nothing.
+    so generating in the middle of training changes nothing. On CUDA a model in eval mode whose weights have that dtype
+    and need no gradient keeps the call's CUDA graph, for the next one of these sizes and options.
 
     Args:
         model: not a compiled one.
@@ -81,7 +86,8 @@ def generate(
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")
         try:
-            ids = array("q", iter(prompt))  # array("q", bytes) would read eight bytes as an id
+            # array("q", bytes) would read eight bytes as an id
+            ids = array("q", prompt if type(prompt) is list else iter(prompt))
         except (TypeError, OverflowError) as error:
             raise ValueError(f"prompt {number} is no list of ids ({error}); give whole numbers") from error
         contexts.append(ids)
@@ -111,18 +117,23 @@ def generate(
     )
     draws = torch.Generator("cpu").manual_seed(seed)
     uniform = torch.rand(max_new_tokens, num_samples, dtype=torch.float64, device="cpu", generator=draws)
-    choose = partial(choose_next_token, temperature=temperature, top_k=top_k, top_p=top_p)
+    # as Python's numbers: what captured steps do is told apart by how these are written
+    choose = partial(
+        choose_next_token,
+        temperature=float(temperature),
+        top_k=None if top_k is None else int(top_k),
+        top_p=None if top_p is None else float(top_p),
+    )
     if model.config.name is not None:
         if cache_dtype is not None:
             raise ValueError(f"cache_dtype={cache_dtype} is for a GPT of ours; {model.config.name} has its own cache")
         return model.continued(sequences, uniform.T, choose, stop_token)
-    longest = max(map(len, contexts)) + max_new_tokens
+    longest = min(max(map(len, contexts)) + max_new_tokens, model.seq_len)
+    num_rows = min(batch_size, len(prompts) * num_samples)
     with torch.no_grad():
         model = model.for_inference(model.compute_dtype)
-        cache = model.make_cache(
-            min(batch_size, len(prompts) * num_samples), min(longest, model.seq_len), PAGE, cache_dtype
-        )
-    return Generation(model, cache, uniform.T, choose, stop_token, greedy=temperature == 0).run(sequences)
+        state = StepState.of(model, num_rows, longest, PAGE, cache_dtype, None if temperature == 0 else uniform.T)
+    return Generation(model, state, choose, stop_token, max_new_tokens).run(sequences)
 
 
 def in_range(ids: array | bytearray, vocab_size: int) -> bool:
@@ -155,49 +166,48 @@ class Generation:
     """The scheduler: which sequence has which row of the cache, and the launch of each step.
 
     model: in the dtype to run in.
-    cache: of the model, no row in use.
-    uniform: (samples, tokens) float64 in [0, 1): decides each draw of each sample.
-    choose: (logits (S, V), uniform (S,)) -> tokens (S,).
-    stop_token: as in `generate`.
-    greedy: `choose` needs no uniform and gets None.
+    state: of the model, no row in use.
+    choose: (logits (S, V), uniform (S,), or None where the state has none) -> tokens (S,).
+    stop_token, max_new_tokens: as in `generate`.
     """
 
     def __init__(
         self,
         model: GPT,
-        cache: PagedKVCache,
-        uniform: Tensor,
+        state: StepState,
         choose: Callable[[Tensor, Tensor | None], Tensor],
         stop_token: int | None,
-        greedy: bool = False,
+        max_new_tokens: int,
     ):
-        self.model, self.cache, self.choose, self.stop_token, self.greedy = model, cache, choose, stop_token, greedy
-        self.device, num_rows = cache.lengths.device, len(cache.reserved)
-        self.uniform = uniform.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
-        self.row_sequences: list[Continuation | None] = [None] * num_rows
-        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)  # of each row, the newest
-        self.sample = torch.zeros_like(self.tokens)  # of each row: which sample of its prompt it is
-        self.drawn = torch.zeros_like(self.tokens)  # of each row: tokens generated
+        self.model, self.state, self.cache, self.device = model, state, state.cache, state.device
+        self.choose, self.stop_token, self.max_new_tokens = choose, stop_token, max_new_tokens
+        self.row_sequences: list[Continuation | None] = [None] * len(self.cache.reserved)
         self.on_cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
         # other attentions, those of `attend_with` too, read lengths on the host; hooks and counters see no replay
-        plain = all(block.attention.attend is flash and block.can_decode() for block in model.blocks)
-        self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(self.tokens)
-        self.graph: torch.cuda.CUDAGraph | None = None  # of a step
-        # recorded behind the newest tokens' copy to the host; external: the graph waits for the record of the moment
-        self.copied = torch.cuda.Event(external=True) if self.on_cuda else None
+        plain = all(block.attention.attend is flash and can_fuse(block) for block in model.blocks)
+        self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(state.tokens)
+        cache, greedy = self.cache, state.uniform is None
         sizes = cache.block_table.shape, cache.keys.shape, model.vocab_size
         self.kind = str((model.config, choose, greedy)), model.compute_dtype, cache.keys.dtype, self.device, *sizes
+        if state.graph is not None and state.captured != self._what_a_graph_holds():
+            state.graph = None
 
     def run(self, sequences: Iterator[Continuation]) -> Iterator[Drawn]:
-        """Continue the sequences until all have ended."""
+        """Continue the sequences until all have ended, or whoever asked for them wants no more."""
+        with suppress(GeneratorExit):
+            yield from self._run(sequences)
+        if self.state.graph is not None:
+            self.state.rest(self.model)
+
+    def _run(self, sequences: Iterator[Continuation]) -> Iterator[Drawn]:
         waiting, in_flight, num_rows = deque(), deque(), len(self.row_sequences)
         while True:
             # one more than there are rows, so that none is waiting only where none is left
             waiting.extend(islice(sequences, max(0, num_rows + 1 - len(waiting))))
             if waiting and None in self.row_sequences:
                 in_flight.append(self._read_prompts(waiting))
-            if self.graph is None:  # the next launch compiles or captures, so hand tokens over before it
+            if self.state.graph is None:  # the next launch compiles or captures, so hand tokens over before it
                 yield from self._drain(in_flight, 0)
             rows = [row for row, sequence in enumerate(self.row_sequences) if sequence]
             full = [row for row in rows if self.cache.reserved[row] == self.cache.max_tokens]
@@ -240,18 +250,19 @@ class Generation:
         self.cache.allocate(*readers)
         self.cache.extend(readers, counts)
         prompts = self.cache.prompts(readers)
-        ids = torch.frombuffer(tokens, dtype=torch.int64)
-        logits = self._logits(ids[None].to(self.device), prompts)[0]  # (readers, V)
+        ids = sent(torch.frombuffer(tokens, dtype=torch.int64), self.device)
+        about = [(row, sequence.sample, sequence.drawn) for row, sequence in taken]
+        about = torch.tensor([*zip(*about, strict=True), reader_of], device="cpu")
+        rows, sample, drawn, reader_of_row = sent(about, self.device)
+        logits = self._logits(ids[None], prompts)[0]  # (readers, V)
         for (row, _), reader in zip(taken, reader_of, strict=True):
             if row != readers[reader]:
                 self.cache.fork(readers[reader], row)
-        rows = torch.tensor([row for row, _ in taken], device=self.device)
-        self.sample[rows] = torch.tensor([sequence.sample for _, sequence in taken], device=self.device)
-        self.drawn[rows] = torch.tensor([sequence.drawn for _, sequence in taken], device=self.device)
-        first = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
+        first = self._draw(logits[reader_of_row], sample, drawn)
+        state = self.state
+        state.sample[rows], state.drawn[rows] = sample, drawn + 1
         self._wait_for_copy()
-        self.tokens[rows] = first
-        self.drawn[rows] += 1
+        state.tokens[rows] = first
         for row, sequence in taken:
             self.row_sequences[row] = sequence
         return self._send(first, [sequence for _, sequence in taken])
@@ -260,29 +271,42 @@ class Generation:
     def _launch(self, rows: list[int]) -> Step:
         """One more token of each row in use."""
         self.cache.extend(rows, 1)
+        state = self.state
         if self.uses_graphs and self.kind in COMPILED:
-            self.graph = self.graph or self._captured()
-            self.graph.replay()
+            if state.graph is None:
+                state.graph, state.captured = self._captured(), self._what_a_graph_holds()
+            state.graph.replay()
             self.cache.count_stored(1)
         else:
             self._step()
             if self.uses_graphs:
                 COMPILED.add(self.kind)
-        return self._send(self.tokens, list(self.row_sequences))
+        return self._send(state.tokens, list(self.row_sequences))
 
     def _step(self) -> None:
         """The device's work of a step, the same whatever the rows hold."""
-        logits = self._logits(self.tokens[:, None], self.cache)[:, 0]  # (rows, V)
-        drawn = self._draw(logits, self.sample, self.drawn)
+        state = self.state
+        logits = self._logits(state.tokens[:, None], self.cache)[:, 0]  # (rows, V)
+        drawn = self._draw(logits, state.sample, state.drawn)
         self._wait_for_copy()
-        self.tokens.copy_(drawn)
-        if not self.greedy:
-            self.drawn += 1
+        state.tokens.copy_(drawn)
+        if state.uniform is not None:
+            state.drawn += 1
 
     def _wait_for_copy(self) -> None:
         """Before the newest tokens are written over: their copy to the host runs beside what came after them."""
-        if self.copied:
-            self.copied.wait(torch.cuda.current_stream(self.device))
+        if self.state.copied:
+            self.state.copied.wait(torch.cuda.current_stream(self.device))
+
+    def _what_a_graph_holds(self) -> tuple:
+        """All by which captured steps differ: what they do, and where what they read and write is, but for what the
+        state keeps."""
+        model, cache = self.model, self.cache
+        tensors = [model.embedding.weight, model.cos, model.sin, cache.keys, cache.values, *cache.scales]
+        tensors += [] if model.head is None else [model.head.weight]
+        tensors += [product.weight for block in model.blocks for product in products_of(block)]
+        done = [(block.attention.window, block.attention.scale) for block in model.blocks]
+        return self.kind, done, [x.data_ptr() for x in tensors]
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
@@ -301,9 +325,10 @@ class Generation:
 
     def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor) -> Tensor:
         """A token for each row of logits (S, V); `drawn` of unused rows may be past the last draw, hence the clamp."""
-        if self.greedy:
-            return self.choose(logits, None)
-        return self.choose(logits, self.uniform[sample, drawn.clamp(max=self.uniform.size(1) - 1)])
+        uniform = self.state.uniform
+        if uniform is not None:
+            uniform = uniform[sample, drawn.clamp(max=uniform.size(1) - 1)]
+        return self.choose(logits, uniform)
 
     def _send(self, tokens: Tensor, sequences: list[Continuation | None]) -> Step:
         """Start the copy of the tokens to the host. A sequence whose last token is launched gives up its row."""
@@ -315,12 +340,12 @@ class Generation:
             with torch.cuda.stream(self.copy_stream):
                 host.copy_(tokens, non_blocking=True)
                 arrived = self.copy_stream.record_event()
-                self.copied.record()
+                self.state.copied.record()
         else:
             host.copy_(tokens)
         for sequence in filter(None, sequences):
             sequence.drawn += 1
-        self._release([x for x in filter(None, sequences) if x.drawn == self.uniform.size(1)])
+        self._release([x for x in filter(None, sequences) if x.drawn == self.max_new_tokens])
         return Step(sequences, host, arrived)
 
     def _arrived(self, step: Step) -> Drawn:

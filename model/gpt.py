@@ -11,17 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import cross_entropy, linear_cross_entropy, rms_norm, rotate_and_split, skinny_linear, takes_skinny_linear
+from kernels import cross_entropy, linear_cross_entropy, rms_norm, rotate_and_split, skinny_linear
 from model.attention import ATTENTION, AttentionFunction, Documents, Part
-from model.cache import KVCache, PagedKVCache, Prompts
-from model.config import GPTConfig, round_up
+from model.cache import KVCache, PagedKVCache
+from model.config import NORM_EPS, GPTConfig, round_up
 from model.embedding import embed
-from model.fp8 import Linear8, use_fp8
+from model.fp8 import use_fp8
+from model.inference import decode, fused_block
 from model.masks import Pattern, parse_mask
 from model.positions import check_input, positions_in, rope_tables
+from model.prompts import Prompts
 from model.recompute import recompute
 
-NORM_EPS = 1e-6  # small beside the mean square of a fresh embedding, 0.02 ** 2 = 4e-4
 INIT_STD = 0.02  # GPT-2's
 VOCAB_MULTIPLE = 64  # the head's matmul runs at full speed on sizes that are a multiple of 64
 
@@ -107,14 +108,15 @@ class MLP(nn.Module):
         return recompute(self.finish, h) if self.recompute_pointwise else self.finish(h)
 
     def finish(self, h: Tensor) -> Tensor:
+        return self.down(self.activate(h))  # (B, N, C)
+
+    def activate(self, h: Tensor) -> Tensor:
         if self.kind == "swiglu":
             gate, value = h.chunk(2, dim=-1)
-            h = F.silu(gate) * value  # arXiv:2002.05202
-        elif self.kind == "relu2":
-            h = F.relu(h).square()  # arXiv:2109.08668
-        else:
-            h = gelu(h)
-        return self.down(h)  # (B, N, C)
+            return F.silu(gate) * value  # arXiv:2002.05202
+        if self.kind == "relu2":
+            return F.relu(h).square()  # arXiv:2109.08668
+        return gelu(h)
 
 
 class Block(nn.Module):
@@ -143,25 +145,6 @@ class Block(nn.Module):
         x = x + F.dropout(self.attention(norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
         x = x + F.dropout(self.mlp(norm(x)), self.dropout, self.training)
         return x  # (B, N, C)
-
-    def can_decode(self) -> bool:
-        """Whether `decode` computes what `forward` does: no product is another's or has a bias, and nobody hooks on."""
-        attention, mlp = self.attention, self.mlp
-        products = attention.qkv, attention.out, mlp.up, mlp.down
-        plain = all(type(product) in (nn.Linear, Linear8) and product.bias is None for product in products)
-        return plain and not any(m._forward_hooks or m._forward_pre_hooks for m in (self, attention, mlp, *products))
-
-    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache) -> Tensor:
-        """`forward` of the few tokens of a step of generation: attention, and four products with the rest fused in."""
-        attention, mlp = self.attention, self.mlp
-        rotary = None
-        if attention.norm_eps is None:  # else q and k are normed first, and RoPE comes after the product
-            rotary, cos, sin = (cos, sin, attention.num_heads + attention.kv_heads), None, None
-        qkv = skinny_linear(x, attention.qkv.weight, norm_eps=NORM_EPS, rotary=rotary)
-        o = attention.heads(qkv, cos, sin, kv_cache)
-        x = skinny_linear(o, attention.out.weight, residual=x)
-        h = skinny_linear(x, mlp.up.weight, norm_eps=NORM_EPS, activation=mlp.kind)
-        return skinny_linear(h, mlp.down.weight, residual=x, workspace=kv_cache.products_workspace)  # (B, N, C)
 
     def costly_products(self) -> tuple[tuple[int, int], ...]:
         """(inputs, outputs) of the products whose results activation_checkpointing=selective keeps beside attention's.
@@ -303,7 +286,7 @@ class GPT(nn.Module):
             ValueError: the context would be longer than seq_len; tokens, targets or a cache of another shape.
         """
         check_input(tokens, targets, cu_seqlens, kv_cache, self.config, self.seq_len)
-        shape, documents = tokens.shape, None
+        shape, documents, positions = tokens.shape, None, None
         share = 1.0  # of the tokens that are predicted
         if targets is not None and self.prefix > 1:
             if shape[1] < self.prefix:
@@ -321,12 +304,17 @@ class GPT(nn.Module):
             else:
                 documents = Documents(cu_seqlens, max_seqlen=shape[1])
                 positions = positions_in(cu_seqlens, tokens.size(1))
-            cos, sin = self.cos[positions], self.sin[positions]
         x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
-        skinny = kv_cache is not None and takes_skinny_linear(x) and all(block.can_decode() for block in self.blocks)
+        fused = None if kv_cache is None else fused_block(x, self.blocks)
+        if (
+            fused is decode and not self.config.qk_norm
+        ):  # else q and k are normed first, and RoPE comes after the product
+            cos, sin = self.cos, self.sin
+        elif positions is not None:
+            cos, sin, positions = self.cos[positions], self.sin[positions], None
         for block in self.blocks:
-            if skinny:
-                x = block.decode(x, cos, sin, kv_cache)
+            if fused:
+                x = fused(block, x, cos, sin, positions, kv_cache)
             else:
                 x = block(x, cos, sin, kv_cache, documents)
         if kv_cache is not None:
@@ -334,7 +322,7 @@ class GPT(nn.Module):
             if kv_cache.last is not None:
                 x, shape = x[:, kv_cache.last], (1, len(kv_cache.last))
         table = self.embedding.weight if self.head is None else self.head.weight  # (padded V, C)
-        if skinny:
+        if fused is decode:
             logits = skinny_linear(x, table, norm_eps=NORM_EPS)
             return logits[..., : self.vocab_size].view(*shape, -1)
         x = norm(x)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.config import GPTConfig
-from model.gpt import GPT, INIT_STD, NORM_EPS
+from model.config import NORM_EPS, GPTConfig
+from model.gpt import GPT, INIT_STD
 
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu_pytorch_tanh", "relu2": "relu2"}  # model.mlp -> hidden_act
 

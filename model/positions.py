@@ -4,8 +4,9 @@ keys."""
 import torch
 from torch import Tensor
 
-from model.cache import KVCache, Prompts
+from model.cache import KVCache
 from model.config import GPTConfig
+from model.prompts import Prompts
 
 
 def check_input(

@@ -55,7 +55,7 @@ def choose_next_token(
     """
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
-        return logits.argmax(dim=-1)
+        return draw_tokens(logits, None, temperature=0) if takes_draw_tokens(logits, 1) else logits.argmax(dim=-1)
     device = logits.device
     if device.type == "mps":  # which has no float64
         logits = logits.cpu()

@@ -50,6 +50,20 @@ def test_the_token_is_that_of_the_definition(vocab_size, dtype, options):
     check(rows_of(vocab_size, dtype), 2 if vocab_size == 5000 else 4, **options)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", [5, 65, 5000])
+def test_at_temperature_0_it_is_the_first_of_the_largest(vocab_size, dtype):
+    logits = rows_of(vocab_size, dtype)
+    logits[8, -1] = logits[8].amax()  # twice, or the last
+    padded = torch.nn.functional.pad(logits, (0, 3), value=float("inf")).to(DEVICE)[:, :-3]
+    largest = logits == logits.amax(1, keepdim=True)
+    expected = largest.long().argmax(1).tolist()  # of booleans as integers PyTorch's is the first on a CPU
+    for uniform in (None, torch.rand(10, dtype=torch.float64, device=DEVICE)):
+        assert draw_tokens(padded, uniform, temperature=0).tolist() == expected
+    nothing = torch.full((1, 5), -float("inf"), device=DEVICE)
+    assert draw_tokens(nothing, None, temperature=0).tolist() == [0]
+
+
 @pytest.mark.parametrize("top_k", [2, 40, None])
 def test_more_equal_logits_than_slots(top_k):
     """The smallest ids of them are kept, whatever group they are in."""

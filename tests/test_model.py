@@ -17,6 +17,7 @@ from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
 from model.attention import SHORT, attend_with
 from model.cache import KVCache, PagedKVCache
 from model.embedding import embed, embedding_bwd
+from model.inference import can_fuse
 from model.positions import rope_tables
 
 VOCAB = 65  # padded to 128
@@ -588,7 +589,7 @@ def test_on_the_gpu_a_row_that_is_looked_up_often_has_a_gradient_of_the_same_bit
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_fused_products_of_a_step_give_the_same_logits(qk_norm, mlp, monkeypatch):
-    """On a GPU a step of generation is `Block.decode`; here its operators are what they stand for."""
+    """On a GPU a step of generation is `decode` of model/inference.py; here its operators are what they stand for."""
     config = GPTConfig(num_layers=2, num_heads=4, num_kv_heads=2, n_embd=64, attention="naive", loss="plain", mlp=mlp)
     config = dataclasses.replace(config, qk_norm=qk_norm)
     model = GPT(config, 50, 32, generator=torch.Generator().manual_seed(0)).eval()
@@ -596,7 +597,7 @@ def test_fused_products_of_a_step_give_the_same_logits(qk_norm, mlp, monkeypatch
     with torch.no_grad():
         expected = model(tokens)
         for fused in (False, True):
-            monkeypatch.setattr("model.gpt.takes_skinny_linear", lambda x, fused=fused: fused)
+            monkeypatch.setattr("model.inference.takes_skinny_linear", lambda x, fused=fused: fused)
             cache = model.make_cache(3)
             for row in range(3):
                 cache.allocate(row)
@@ -633,10 +634,10 @@ def test_what_is_put_around_a_product_is_there_in_a_step_of_generation(change, m
         def forward(self, x):
             return 2 * super().forward(x)
 
-    monkeypatch.setattr("model.gpt.takes_skinny_linear", lambda x: not torch.is_grad_enabled())
+    monkeypatch.setattr("model.inference.takes_skinny_linear", lambda x: not torch.is_grad_enabled())
     model, tokens = small_gpt().eval(), torch.randint(VOCAB, (1, 8))
     block = model.blocks[1]
-    assert block.can_decode()
+    assert can_fuse(block)
     match change:
         case "bias":
             block.mlp.up.bias = torch.nn.Parameter(torch.ones(block.mlp.up.out_features))
@@ -646,7 +647,7 @@ def test_what_is_put_around_a_product_is_there_in_a_step_of_generation(change, m
             block.attention.qkv.register_forward_hook(lambda module, inputs, output: 2 * output)
         case "block's hook":
             block.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0], *inputs[1:]))
-    assert not block.can_decode()
+    assert not can_fuse(block)
     with torch.no_grad():
         cache, steps = model.make_cache(1), []
         cache.allocate(0)

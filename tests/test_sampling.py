@@ -1,6 +1,10 @@
 """Generation: the KV cache against an uncached forward, the choice of a token, and the loop around it."""
 
+import copy
+import gc
+from array import array
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT, GPTConfig, attend_with, generate
 from model.generation import Continuation, Generation
+from model.generation_state import IDLE, StepState
+from model.inference import decode, prefill
 from model.sampling import choose_next_token, likeliest
 
 VOCAB = 65
@@ -168,14 +174,42 @@ def test_a_block_s_few_launches_are_the_block(changes):
     model = small_gpt(**changes).eval()
     x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(2))
     found = []
-    for call in (block.decode, block.forward):
+    for few in (True, False):
         cache = model.make_cache(3, page=16)
-        for row in (0, 2):
+        for row, length in ((0, 7), (2, 4)):
             cache.allocate(row)
+            cache.extend([row], length)
+            cache.lengths[row] = cache.stored[row] = length
         cache.extend([0, 2], 1)
+        tables = model.cos[[7, 0, 4]], model.sin[[7, 0, 4]]
         with torch.no_grad():
-            found.append(call(x, model.cos[[0, 0, 0]], model.sin[[0, 0, 0]], cache))
+            if few and model.config.qk_norm:
+                found.append(decode(block, x, *tables, None, cache))
+            elif few:
+                found.append(decode(block, x, model.cos, model.sin, cache.positions(3, 1), cache))
+            else:
+                found.append(block(x, *tables, cache))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "mlp": "swiglu"}, {"mlp": "relu2"}], ids=str)
+def test_prompts_in_fewer_launches_are_the_block(changes):
+    model = small_gpt(**changes).eval()
+    x = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(2))
+    found = []
+    for fused in (False, True):
+        cache = model.make_cache(3, page=16)
+        cache.allocate(2, 0)
+        cache.extend([2, 0], [5, 7])
+        prompts = cache.prompts([2, 0])
+        tables = (table[prompts.positions(1, 12)] for table in (model.cos, model.sin))
+        with torch.no_grad():
+            if fused:
+                found.append(prefill(model.blocks[1], x.clone(), *tables, None, prompts))
+            else:
+                found.append(model.blocks[1](x, *tables, prompts))
+        found.append(cache.keys.clone())
+    torch.testing.assert_close(found[:2], found[2:], rtol=1e-4, atol=1e-4)
 
 
 # ---- the choice of a token
@@ -546,9 +580,9 @@ def test_streams_are_of_the_models_gpu(monkeypatch):
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     model = small_gpt().for_inference(torch.float32)
-    generation = Generation(model, model.make_cache(1, page=16), torch.zeros(1, 1), likeliest, None)
+    generation = Generation(model, StepState(model.make_cache(1, page=16), None), likeliest, None, 1)
     generation.device, generation.copy_stream = torch.device("cuda", 1), Stream(torch.device("cuda", 1))
-    generation.copied = SimpleNamespace(record=lambda: None, wait=lambda stream: None)
+    generation.state.copied = SimpleNamespace(record=lambda: None, wait=lambda stream: None)
     monkeypatch.setattr(generation, "_step", generation._wait_for_copy)
     generation._captured()
     generation._send(torch.zeros(1, dtype=torch.int64).as_subclass(OnAGpu), [None])
@@ -565,7 +599,7 @@ def test_what_a_step_reads_and_writes_stays_where_it_is(cache_dtype, monkeypatch
     def step(self):
         real(self)
         steps.append(len(steps))
-        for part in (self, self.cache):
+        for part in (self.state, self.cache):
             for name, x in vars(part).items():
                 if isinstance(x, torch.Tensor):
                     places.setdefault(name, set()).add(x.data_ptr())
@@ -576,6 +610,49 @@ def test_what_a_step_reads_and_writes_stays_where_it_is(cache_dtype, monkeypatch
     assert len(steps) > 30
     assert places.keys() >= {"uniform", "tokens", "sample", "drawn", "keys", "values", "lengths", "block_table"}
     assert {name: len(found) for name, found in places.items()} == dict.fromkeys(places, 1)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_a_state_at_rest_has_no_keys_and_makes_the_same_text_again(cache_dtype):
+    model = small_gpt().for_inference(torch.float32)
+    sizes = 3, 30, 16, cache_dtype
+    options = {"temperature": 1.5, "top_k": 20}
+
+    def drawn(model: GPT, state: StepState) -> list:
+        choose = partial(choose_next_token, **options)
+        generation = Generation(model, state, choose, None, 6)
+        return [*generation.run(iter([Continuation(i, 0, array("q", [1, 2, i])) for i in range(5)]))]
+
+    def numbers(seed: int) -> torch.Tensor:
+        return seeded(seed, 6)[None]
+
+    expected, others = (drawn(model, StepState.of(model, *sizes, numbers(seed))) for seed in (1, 2))
+    state = StepState.of(model, *sizes, numbers(1))
+    generation = Generation(model, state, partial(choose_next_token, **options), None, 6)
+    begun = generation.run(iter([Continuation(0, 0, array("q", [5, 5]))]))
+    next(begun)
+    begun.close()
+    state.rest(model)  # with a row in use
+    assert IDLE[model] is state
+    assert [stored.untyped_storage().nbytes() for stored in state._stored()] == [0] * len(state._stored())
+    for changed in ((2, *sizes[1:]), (3, 16, *sizes[2:])):
+        assert StepState.of(model, *changed, numbers(1)) is not state
+        assert model not in IDLE  # one is kept, and this was it
+        state.rest(model)
+    again = StepState.of(model, 3, 25, *sizes[2:], numbers(1))
+    assert again is state
+    assert state.cache.max_tokens == 25
+    assert not any(stored.any() for stored in (state.cache.keys, state.cache.values))
+    assert all((scale == 1).all() for scale in state.cache.scales)
+    assert drawn(model, state) == expected
+    state.rest(model)
+    assert drawn(model, StepState.of(model, *sizes, numbers(2))) == others != expected
+    state.rest(model)
+    assert StepState.of(model, *sizes, None) is not state
+    state.rest(model)
+    del model, generation, begun
+    gc.collect()
+    assert state not in IDLE.values()
 
 
 class TestOnTheGpu:
@@ -657,6 +734,17 @@ class TestOnTheGpu:
         assert count.get("cudaStreamSynchronize", 0) == 0
         assert count["cudaGraphLaunch"] == 20
 
+    def test_prompts_are_read_without_a_wait_for_the_gpu(self, model, prompts):
+        """The host is ahead of it until it needs the first tokens."""
+        options = {"max_new_tokens": 4, "temperature": 0.8, "top_k": 50, "num_samples": 2, "batch_size": 6}
+        expected = texts(model, prompts[4:8], **options)
+        texts(model, prompts[4:8], **options)  # captured
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            assert texts(model, prompts[4:8], **options) == expected
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
     def test_texts_drawn_by_graphs_are_those_drawn_without(self, model, prompts, monkeypatch):
         """Rows are handed on to other samples, whose draws are their own."""
         options = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 50, "num_samples": 2, "batch_size": 5}
@@ -687,12 +775,61 @@ class TestOnTheGpu:
         monkeypatch.setattr("model.generation.COMPILED", set())
         for _ in range(2):
             texts(model, prompts[:3], max_new_tokens=10, temperature=0.0)
+            IDLE.clear()  # what was captured is forgotten
         assert launched == [False, True, True]
         texts(model, prompts[:4], max_new_tokens=3, temperature=0.0)  # of other sizes
         with attend_with(model, lambda layer, named: lambda *qkv, **options: named(*qkv, **options)):
             texts(model, prompts[:5], max_new_tokens=3, temperature=0.0)  # no kernel of these is compiled by those
         texts(model, prompts[:5], max_new_tokens=3, temperature=0.0)
         assert launched[3:] == [False, True, False, False, False, True]
+
+    def test_a_graph_is_kept_for_the_next_call_and_taken_where_it_is_still_right(self, model, prompts, monkeypatch):
+        captured, capture = [], Generation._captured
+        monkeypatch.setattr(Generation, "_captured", lambda self: captured.append(1) or capture(self))
+        options = {"max_new_tokens": 30, "temperature": 0.8, "top_k": 50}
+
+        def found(one: GPT, captures: int, **changes) -> list[list[int]]:
+            captured.clear()
+            text_ = texts(one, prompts[10:14], **(options | changes))
+            assert len(captured) == captures
+            return text_
+
+        def fresh(one: GPT, **changes) -> list[list[int]]:
+            with monkeypatch.context() as without:
+                without.setattr("model.generation.needs_dispatcher", lambda *tensors: True)  # takes no graphs
+                IDLE.clear()
+                return texts(one, prompts[10:14], **(options | changes))
+
+        mine = copy.deepcopy(model)
+        expected, others = fresh(mine), fresh(mine, seed=1)
+        texts(mine, prompts[10:14], **options)  # compiled
+        assert found(mine, 1 if mine not in IDLE else 0) == expected
+        before = torch.cuda.memory_allocated()
+        assert found(mine, 0) == expected
+        assert torch.cuda.memory_allocated() <= before
+        assert found(mine, 0, seed=1) == others
+        begun = generate(mine, prompts[10:14], **options)
+        for _ in range(5):
+            next(begun)
+        begun.close()
+        assert found(mine, 0) == expected
+        with torch.no_grad():
+            mine.blocks[0].mlp.up.weight.mul_(1.1)  # where it was
+        changed = found(mine, 0)
+        assert changed == fresh(mine) != expected
+        texts(mine, prompts[10:14], **options)
+        mine.blocks[1].mlp.up.weight.data = mine.blocks[1].mlp.up.weight.data * 0.9  # elsewhere
+        assert found(mine, 1) == fresh(mine) != changed
+        texts(mine, prompts[10:14], **options)
+        mine.blocks[2].attention.window = (3, -1)
+        assert found(mine, 1) == fresh(mine)
+        texts(mine, prompts[10:14], **options)
+        in_the_way = torch.empty(64, device="cuda")
+        state = IDLE[mine]
+        size = state.cache.keys.numel() * state.cache.keys.element_size()
+        in_the_way = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]  # keys come elsewhere
+        assert found(mine, 1) == fresh(mine)
+        del in_the_way
 
     def test_another_gpu_may_be_current(self, model, prompts):
         if torch.cuda.device_count() < 2:

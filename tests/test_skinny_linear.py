@@ -50,6 +50,16 @@ def test_it_turns_heads(rows, heads, head_dim, width, norm_eps):
         expected = _composed(x.double(), weight.double(), norm_eps, None, None, rotary)
         actual = skinny_linear(x, weight, norm_eps=norm_eps, rotary=rotary)
         torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
+    places = torch.arange(rows, device=DEVICE).flip(0)
+    places[0], places[-1] = rows + 5, -7  # the last of the tables and the first
+    clamped = places.clamp(0, rows - 1)
+    expected = skinny_linear(x, weight, norm_eps=norm_eps, rotary=(cos[clamped], sin[clamped], heads))
+    for positions in (places, places.int(), torch.stack((places, places), -1)[:, 0]):
+        actual = skinny_linear(x, weight, norm_eps=norm_eps, rotary=(cos, sin, heads), positions=positions)
+        assert torch.equal(actual, expected)
+    exact = _composed(x.double(), weight.double(), norm_eps, None, None, (cos, sin, heads), places)
+    torch.testing.assert_close(actual, exact.float(), rtol=1e-4, atol=1e-4)
+    actual = skinny_linear(x, weight, norm_eps=norm_eps, rotary=(cos, sin, heads))
     apart = [torch.stack((t, t + 1), -1)[..., 0] for t in (x, cos, sin)]
     strided = skinny_linear(apart[0], weight, norm_eps=norm_eps, rotary=(*apart[1:], heads))
     assert torch.equal(strided, actual)
@@ -210,6 +220,10 @@ def test_what_it_does_not_take():
             skinny_linear(x[:3], weight, rotary=(cos, sin, turned))
     with pytest.raises(ValueError, match="rotary turns a plain product"):
         skinny_linear(x[:3], weight, rotary=(*tables, 1), activation="gelu")
+    rotary, places = (*tables, 1), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    for wrong, beside in ((places[:2], rotary), (places.float(), rotary), (places, None)):
+        with pytest.raises(ValueError, match=r"positions has shape .* expected int32 or int64, one for each of 3 rows"):
+            skinny_linear(x[:3], weight, rotary=beside, positions=wrong)
     assert not takes_skinny_linear(x[:64].cpu())
     with FakeTensorMode(), torch.no_grad():
         x = torch.empty(2, 32, 16, dtype=torch.bfloat16, device="cuda")

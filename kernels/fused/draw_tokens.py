@@ -22,7 +22,12 @@ def takes_draw_tokens(logits: Tensor, top_k: int | None) -> bool:
 
 
 def draw_tokens(
-    logits: Tensor, uniform: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+    logits: Tensor,
+    uniform: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
 ) -> Tensor:
     """In each row the first token at which the mass of the tokens up to it exceeds uniform times the mass of all.
 
@@ -31,8 +36,8 @@ def draw_tokens(
 
     Args:
         logits: (S, V), bf16, fp16 or fp32, on CUDA or in the interpreter.
-        uniform: (S,) float64 in [0, 1), on logits' device.
-        temperature: above 0.
+        uniform: (S,) float64 in [0, 1), on logits' device; not read at temperature 0, and None there.
+        temperature: 0 for the largest logit, of equal ones the smallest id.
         top_k: 1 to V; None: V.
         top_p: in (0, 1]; None: all.
 
@@ -42,11 +47,18 @@ def draw_tokens(
     Raises:
         ValueError: another shape, dtype, device or top_k.
     """
-    fits = logits.dim() == 2 and uniform.shape == logits.shape[:1] and uniform.device == logits.device
-    if not fits or uniform.dtype != torch.float64:
+    fits = logits.dim() == 2
+    if temperature == 0:
+        uniform = None
+    elif uniform is None:
+        raise ValueError(f"uniform=None decides nothing at temperature={temperature}; give (S,) numbers")
+    else:
+        fits = fits and uniform.shape == logits.shape[:1] and uniform.device == logits.device
+    if not fits or (uniform is not None and uniform.dtype != torch.float64):
         raise ValueError(
-            f"logits has shape {tuple(logits.shape)} on {logits.device} and uniform {tuple(uniform.shape)} of "
-            f"{uniform.dtype} on {uniform.device}; expected (S, V) and (S,) float64 on one device"
+            f"logits has shape {tuple(logits.shape)} on {logits.device}"
+            + ("" if uniform is None else f" and uniform {tuple(uniform.shape)} of {uniform.dtype} on {uniform.device}")
+            + "; expected (S, V) and (S,) float64 on one device"
         )
     if logits.dtype not in DTYPES or not (logits.is_cuda or interpreting()):
         raise ValueError(f"logits are {logits.dtype} on {logits.device}; expected bf16, fp16 or fp32 on CUDA")
@@ -54,5 +66,7 @@ def draw_tokens(
         raise ValueError(f"top_k={top_k} must be 1 to the {logits.size(1)} logits of a row")
     from .draw_tokens_kernels import launch_draw_tokens
 
+    if uniform is None:
+        return launch_draw_tokens(logits, None, 0.0, None, None)
     top_k, top_p = None if top_k is None else int(top_k), None if top_p is None else float(top_p)
     return launch_draw_tokens(logits, uniform.contiguous(), float(temperature), top_k, top_p)  # Triton takes no others

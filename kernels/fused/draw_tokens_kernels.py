@@ -253,20 +253,41 @@ def draw_any_kernel(
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
+@triton.jit
+def likeliest_kernel(logits_ptr, out_ptr, row_stride, V: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
+    logits = logits_ptr + tl.program_id(0).to(tl.int64) * row_stride
+    lanes = tl.arange(0, LANES)
+    largest = tl.full([LANES], -(2 ** (BITS - 1)), tl.int32)
+    ids = lanes
+    for first in tl.range(0, V, LANES, loop_unroll_factor=8):
+        inside = first + lanes < V
+        order = _order(tl.load(logits + first + lanes, mask=inside, other=-float("inf")), BITS)
+        larger = inside & (order > largest)  # of equals the first stays
+        largest = tl.where(larger, order, largest)
+        ids = tl.where(larger, first + lanes, ids)
+    token = tl.min(tl.where(largest == tl.max(largest, 0), ids, V), 0)
+    tl.store(out_ptr + tl.program_id(0), token.to(tl.int64))
+
+
 def launch_draw_tokens(
-    logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None, top_p: float | None
+    logits: Tensor, uniform: Tensor | None, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
     """As `draw_tokens`, whose arguments are checked."""
     num_rows, vocab_size = logits.shape
-    bits, out = BITS[logits.dtype], uniform.new_empty(num_rows, dtype=torch.int64)
+    bits, out = BITS[logits.dtype], logits.new_empty(num_rows, dtype=torch.int64)
     if num_rows == 0:
         return out
     (logits,) = kernel_inputs(logits)
     tensors = {"logits": logits, "uniform": uniform, "out": out}
     count = vocab_size if top_k is None else top_k
-    few, num_warps = count <= FEW, 32
+    kernel, num_warps = draw_few_kernel if count <= FEW else draw_any_kernel, 32
     constants = {"V": vocab_size, "BITS": bits}
-    if few:
+    numbers = logits.stride(0), count, temperature, 1.0 if top_p is None else top_p
+    if uniform is None:
+        del tensors["uniform"]
+        kernel, num_warps, numbers = likeliest_kernel, 16, numbers[:1]
+        constants["LANES"] = 4096
+    elif count <= FEW:
         # slots also for what comes with the k: logits equal to the last, and those that are second in their group
         slots = triton.next_power_of_2(count + count // 8 + 16)
         for name, dtype in (("kept", torch.float32), ("ids", torch.int32), ("mass", torch.float64)):
@@ -281,14 +302,13 @@ def launch_draw_tokens(
     else:
         tensors["masses"] = logits.new_empty(num_rows, vocab_size, dtype=torch.float64)
         constants |= {"TOP_K": count < vocab_size, "TOP_P": top_p is not None, "LANES": 4096}
-    numbers = logits.stride(0), count, temperature, 1.0 if top_p is None else top_p
-    key = "draw_tokens", logits.device, num_rows, logits.dtype, few, *numbers, *constants.values()
-    run(plan_of(key), tensors, partial(_launches, num_rows, few, num_warps, numbers, constants))
+    key = "draw_tokens", logits.device, num_rows, logits.dtype, kernel.__name__, *numbers, *constants.values()
+    run(plan_of(key), tensors, partial(_launches, kernel, num_rows, num_warps, numbers, constants))
     return out
 
 
 def _launches(
-    num_rows: int, few: bool, num_warps: int, numbers: tuple, constants: dict, **tensors: Tensor
+    kernel: object, num_rows: int, num_warps: int, numbers: tuple, constants: dict, **tensors: Tensor
 ) -> list[Launch]:
-    kernel, how = draw_few_kernel if few else draw_any_kernel, {"num_warps": num_warps, "num_stages": 1}
+    how = {"num_warps": num_warps, "num_stages": 1}
     return [Launch(kernel, num_rows, (*tensors.values(), *numbers), constants, how)]

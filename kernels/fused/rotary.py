@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import OPERATORS
+from ..ops import needs_dispatcher
 from ..support import refuse_forward_mode
 from .rms_norm import rms_norm
 
@@ -56,7 +57,9 @@ def rotate_and_split(
         raise ValueError(f"num_heads is {num_heads} and qkv has {qkv.shape[2]} heads; what is left must be k's and v's")
     if qkv.is_cuda:
         refuse_forward_mode("rotate_and_split on CUDA", "rotate", qkv)
-        return rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
+        wants_gradient = torch.is_grad_enabled() and qkv.requires_grad
+        run = rotary_fwd if wants_gradient or needs_dispatcher(qkv, cos, sin) else _rotary_fwd
+        return run(qkv, cos, sin, num_heads, norm_eps)[:3]
     kv_heads = (qkv.shape[2] - num_heads) // 2
     qk, v = qkv.split([num_heads + kv_heads, kv_heads], dim=2)
     if norm_eps is not None:
@@ -73,8 +76,7 @@ def _empty_split(qkv: Tensor, num_heads: int, norm_eps: float | None) -> tuple[T
     return q, k, v, qkv.new_empty(batch, tokens, normed, dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{OPERATORS}::rotary_fwd", mutates_args=())
-def rotary_fwd(
+def _rotary_fwd(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v as `rotate_and_split` describes them, and what each head was multiplied by: (B, N, Hq + Hkv) fp32."""
@@ -83,6 +85,9 @@ def rotary_fwd(
     q, k, v, scale = _empty_split(qkv, num_heads, norm_eps)
     launch_rotary(qkv, q, k, v, cos, sin, scale, norm_eps)
     return q, k, v, scale
+
+
+rotary_fwd = torch.library.custom_op(f"{OPERATORS}::rotary_fwd", _rotary_fwd, mutates_args=())
 
 
 @rotary_fwd.register_fake

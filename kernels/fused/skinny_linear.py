@@ -33,6 +33,7 @@ def skinny_linear(
     activation: str | None = None,
     residual: Tensor | None = None,
     rotary: tuple[Tensor, Tensor, int] | None = None,
+    positions: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
     """activation(rms_norm(x) weight^T) + residual, or the product's heads turned to their rows' positions; each part
@@ -47,7 +48,9 @@ def skinny_linear(
         activation: None, "gelu" (tanh), "relu2" or "swiglu".
         residual: (..., N), x's dtype, contiguous.
         rotary: (cos, sin, H) turns the first H of N / D heads as `rotate_and_split` does, before they are rounded; cos
-            and sin (rows, ..., D) fp32. Neither activation nor residual may stand beside it.
+            and sin (positions, ..., D) fp32. Neither activation nor residual may stand beside it.
+        positions: (rows,) int32 or int64, where in cos and sin each row is; what lies outside is taken for the nearest.
+            None: row i is at i, and they have as many positions as rows.
         workspace: (N,) int32 zeros, and zeros again afterwards, for calls that follow one another; None: made anew,
             where a product needs it.
 
@@ -57,7 +60,7 @@ def skinny_linear(
     Raises:
         ValueError: more rows than 64, an unknown activation, a weight or residual of another shape, dtype or layout;
             tables of other rows or an odd width, outputs that are no whole heads or too few, or an activation or
-            residual beside them; another workspace.
+            residual beside them; positions of another shape or dtype, or without tables; another workspace.
 
     Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere and in float64. No gradient.
     """
@@ -84,24 +87,32 @@ def skinny_linear(
             raise ValueError("rotary turns a plain product; leave activation and residual out, or rotary")
         head_dim = max(1, cos.size(-1))
         heads, left = divmod(weight.size(0), head_dim)
-        fits = cos.shape == sin.shape and cos.size(0) == rows and cos.numel() == rows * head_dim
+        fits = cos.shape == sin.shape and cos.numel() == cos.size(0) * head_dim
+        fits = fits and (cos.size(0) == rows if positions is None else cos.size(0) > 0)
         if not fits or head_dim % 2 or left or not 0 <= num_turned <= heads:
             raise ValueError(
                 f"rotary has tables of shape {tuple(cos.shape)} and {tuple(sin.shape)} and turns {num_turned} heads; "
                 f"expected ({rows}, ..., D), the rows of x, D even, and at most the heads in {weight.size(0)} outputs"
             )
+    if positions is not None and (
+        rotary is None or positions.numel() != rows or positions.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"positions has shape {tuple(positions.shape)} and dtype {positions.dtype}; expected int32 or int64, one "
+            f"for each of {rows} rows, beside rotary"
+        )
     if workspace is not None and (workspace.dtype != torch.int32 or workspace.numel() < weight.size(0)):
         raise ValueError(
             f"workspace has {workspace.numel()} elements of {workspace.dtype}; expected {weight.size(0)} int32 zeros"
         )
     if x.dtype == torch.float64 or not (x.is_cuda or interpreting()):  # kernels sum in float32
-        return _composed(x, weight, norm_eps, activation, residual, rotary)
+        return _composed(x, weight, norm_eps, activation, residual, rotary, positions)
     from .skinny_linear_kernel import launch_skinny_linear
 
-    return launch_skinny_linear(x, weight, norm_eps, activation, residual, rotary, workspace)
+    return launch_skinny_linear(x, weight, norm_eps, activation, residual, rotary, positions, workspace)
 
 
-def _composed(x, weight, norm_eps, activation, residual, rotary=None) -> Tensor:
+def _composed(x, weight, norm_eps, activation, residual, rotary=None, positions=None) -> Tensor:
     """The definition."""
     if norm_eps is not None:
         x = F.rms_norm(x, (x.size(-1),), eps=norm_eps)
@@ -115,6 +126,8 @@ def _composed(x, weight, norm_eps, activation, residual, rotary=None) -> Tensor:
         y = F.silu(gate) * value
     if rotary is not None:
         cos, sin, num_turned = rotary
+        if positions is not None:
+            cos, sin = (table[positions.flatten().clamp(0, len(table) - 1)] for table in (cos, sin))
         heads = y.view(1, len(cos), -1, cos.size(-1))
         turned = rotate(heads[:, :, :num_turned], cos.view(len(cos), 1, -1), sin.view(len(cos), 1, -1))
         y = torch.cat((turned, heads[:, :, num_turned:]), 2).view_as(y)

@@ -85,14 +85,23 @@ def _finish(acc, other, squares, norm_eps, K: tl.constexpr, NORM: tl.constexpr, 
 
 
 @triton.jit
+def _place(positions, rows, num_rows, num_positions):
+    """Where in the tables of rotary positions each row is."""
+    if positions is not None:
+        rows = tl.load(positions + rows, mask=rows < num_rows, other=0).to(tl.int32)
+        rows = tl.minimum(tl.maximum(rows, 0), num_positions - 1)
+    return rows
+
+
+@triton.jit
 def _store(
-    acc, other, rows, outputs, residual, out, cos, sin, num_rows, num_outputs, turned, HEAD_DIM: tl.constexpr
+    acc, other, rows, place, outputs, residual, out, cos, sin, num_rows, num_outputs, turned, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """acc and, with heads, the other one of each pair, turned to the row's position; rows and outputs broadcast."""
+    """acc and, with heads, the other one of each pair, turned to the row's place; rows and outputs broadcast."""
     at = rows.to(tl.int64) * num_outputs + outputs
     real = (rows < num_rows) & (outputs < num_outputs)
     if HEAD_DIM > 0:
-        table = rows * HEAD_DIM + outputs % HEAD_DIM
+        table = place * HEAD_DIM + outputs % HEAD_DIM
         turns = real & (outputs < turned)
         c = tl.load(cos + table, mask=turns, other=1.0)
         s = tl.load(sin + table + HEAD_DIM // 2, mask=turns, other=0.0)
@@ -117,18 +126,20 @@ def _summed(acc, block, part, sums, turns, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
     return acc, last
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_outputs", "turned"])
+@triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_positions", "turned"])
 def skinny_linear_kernel(
     x,  # (num_rows, K)
     weight,  # (num_outputs, K), or (2 num_outputs, K) with swiglu
     residual,  # (num_rows, num_outputs) or None
     out,  # (num_rows, num_outputs)
-    cos,  # (num_rows, HEAD_DIM) fp32, or None without heads
+    cos,  # (num_positions, HEAD_DIM) fp32, or None without heads
     sin,  # the same, negative in the first half
+    positions,  # (num_rows,) of each row, or None where row i is at i
     sums,  # (blocks, PARTS, BLOCK_M, BLOCK_N) fp32: memory of the launch, where PARTS > 1
     turns,  # (blocks,) int32, 0 before and after, where PARTS > 1
     num_rows,
     num_outputs,
+    num_positions,
     turned,  # of outputs, the first ones
     norm_eps,
     K: tl.constexpr,
@@ -164,6 +175,9 @@ def skinny_linear_kernel(
     gram = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
     if EARLY:
         gdc_wait()
+    place = rows
+    if HEAD_DIM > 0:
+        place = _place(positions, rows, num_rows, num_positions)
     for step in range(0, COLUMNS, BLOCK_K):
         first = begin + step
         k = first + tl.arange(0, BLOCK_K)
@@ -187,11 +201,12 @@ def skinny_linear_kernel(
     squares = tl.sum(tl.where(diagonal, gram, 0.0), 1)
     acc, other = _finish(acc, other, squares[:, None], norm_eps, K, NORM, ACTIVATION)
     _store(
-        acc, other, rows[:, None], outputs[None, :], residual, out, cos, sin, num_rows, num_outputs, turned, HEAD_DIM
+        acc, other, rows[:, None], place[:, None], outputs[None, :], residual, out, cos, sin, num_rows, num_outputs,
+        turned, HEAD_DIM,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_outputs", "turned"])
+@triton.jit(do_not_specialize=["num_outputs", "num_positions", "turned"])
 def one_row_linear_kernel(
     x,  # (K,)
     weight,
@@ -199,7 +214,9 @@ def one_row_linear_kernel(
     out,
     cos,
     sin,
+    positions,
     num_outputs,
+    num_positions,
     turned,
     norm_eps,
     K: tl.constexpr,
@@ -225,6 +242,9 @@ def one_row_linear_kernel(
         other_tile = _weights(others, outputs, num_outputs, 0, K, BLOCK_K)
     if EARLY:
         gdc_wait()
+    place = 0 * outputs
+    if HEAD_DIM > 0:
+        place = _place(positions, place, 1, num_positions)
     for first in tl.static_range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
@@ -242,7 +262,7 @@ def one_row_linear_kernel(
     acc, other = _finish(
         tl.sum(acc, 1), tl.sum(other, 1), tl.sum(squares, 0), norm_eps, K, NORM, ACTIVATION
     )  # fmt: skip
-    _store(acc, other, 0 * outputs, outputs, residual, out, cos, sin, 1, num_outputs, turned, HEAD_DIM)
+    _store(acc, other, 0 * outputs, place, outputs, residual, out, cos, sin, 1, num_outputs, turned, HEAD_DIM)
 
 
 def launch_skinny_linear(
@@ -252,21 +272,22 @@ def launch_skinny_linear(
     activation: str | None,
     residual: Tensor | None,
     rotary: tuple[Tensor, Tensor, int] | None,
+    positions: Tensor | None,
     workspace: Tensor | None,
 ) -> Tensor:
     """As `skinny_linear`, whose arguments are checked."""
     if interpreting() and x.dtype.itemsize == 2:  # which keeps bfloat16 as integers
         x32, weight32, residual32 = (None if t is None else t.float() for t in (x, weight, residual))
-        out = launch_skinny_linear(x32, weight32, norm_eps, activation, residual32, rotary, workspace)
+        out = launch_skinny_linear(x32, weight32, norm_eps, activation, residual32, rotary, positions, workspace)
         return out.to(x.dtype)
     width = x.size(-1)
     num_rows, num_outputs = x.numel() // width, weight.size(0) // (2 if activation == "swiglu" else 1)
     out = x.new_empty((*x.shape[:-1], num_outputs))
     if out.numel() == 0:
         return out
-    (cos, sin, num_turned), head_dim = rotary or (None, None, 0), 0
+    (cos, sin, num_turned), num_positions, head_dim = rotary or (None, None, 0), 0, 0
     if rotary is not None:
-        cos, sin, head_dim = cos.contiguous(), sin.contiguous(), cos.size(-1)
+        cos, sin, num_positions, head_dim = cos.contiguous(), sin.contiguous(), cos.size(0), cos.size(-1)
     plain = norm_eps is None and activation is None and rotary is None
     tile = tile_for(num_rows, num_outputs, width, plain)
     blocks = triton.cdiv(num_outputs, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
@@ -275,24 +296,25 @@ def launch_skinny_linear(
         sums = x.new_empty((blocks, tile.parts, tile.block_m, tile.block_n), dtype=torch.float32)
         turns = x.new_zeros(blocks, dtype=torch.int32) if workspace is None else workspace
     tensors = {
-        "x": x.contiguous(), "weight": weight, "residual": residual, "out": out, "cos": cos, "sin": sin, "sums": sums,
-        "turns": turns,
+        "x": x.contiguous(), "weight": weight, "residual": residual, "out": out, "cos": cos, "sin": sin,
+        "positions": None if positions is None else positions.contiguous(), "sums": sums, "turns": turns,
     }  # fmt: skip
-    sizes = num_rows, num_outputs, width, norm_eps, activation, head_dim, num_turned
+    sizes = num_rows, num_outputs, num_positions, width, norm_eps, activation, head_dim, num_turned
     key = "skinny_linear", x.device, *sizes, *(t is not None and t.dtype for t in tensors.values())
     run(plan_of(key), tensors, partial(_launches, tile, tile.parts * blocks, *sizes))
     return out
 
 
 def _launches(
-    tile: Tile, grid: int, num_rows: int, num_outputs: int, width: int, norm_eps: float | None, activation: str | None,
-    head_dim: int, num_turned: int, *, x: Tensor, sums: Tensor | None, turns: Tensor | None, **given: Tensor | None,
+    tile: Tile, grid: int, num_rows: int, num_outputs: int, num_positions: int, width: int, norm_eps: float | None,
+    activation: str | None, head_dim: int, num_turned: int, *, x: Tensor, sums: Tensor | None, turns: Tensor | None,
+    **given: Tensor | None,
 ) -> list[Launch]:  # fmt: skip
     early = x.is_cuda and not interpreting() and capability(x.device.index) >= (9, 0)
     if num_rows == 1:
-        kernel, memory, sizes, more = one_row_linear_kernel, (), (num_outputs,), {}
+        kernel, memory, sizes, more = one_row_linear_kernel, (), (num_outputs, num_positions), {}
     else:
-        kernel, memory, sizes = skinny_linear_kernel, (sums, turns), (num_rows, num_outputs)
+        kernel, memory, sizes = skinny_linear_kernel, (sums, turns), (num_rows, num_outputs, num_positions)
         more = {"BLOCK_M": tile.block_m, "PARTS": tile.parts, "PRECISION": dot_precision(x)}
     block_n = tile.block_n // 2 if head_dim else tile.block_n  # of heads: pairs
     constants = {

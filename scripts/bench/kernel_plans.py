@@ -43,6 +43,7 @@ KERNELS = {  # the main ones; what runs before and after them is no plan
     "one_row_linear_kernel": "skinny",
     "draw_few_kernel": "draw",
     "draw_any_kernel": "draw",
+    "likeliest_kernel": "draw",
     "hopper_fwd_kernel": "hopper_fwd",
     "hopper_bwd_kernel": "hopper_bwd",
     "hopper_decode_kernel": "hopper_decode",
@@ -150,11 +151,13 @@ def skinny_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     ):  # fmt: skip
         weights = 2 * outputs if word == "swiglu" else outputs
         activation = None if word == "rotary" else word
-        tables = torch.empty(2, rows, 1, 64, device="meta")
-        rotary = (*tables, 24) if word == "rotary" else None
+        rotary = positions = None
+        if word == "rotary":
+            rotary = (*torch.empty(2, 1024, 1, 64, device="meta"), 24)
+            positions = torch.empty(rows, dtype=torch.int32, device="meta")
         x, weight = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (rows, weights))
         with recorded() as launches:
-            launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None, rotary, None)
+            launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None, rotary, positions, None)
         launches = [launch._replace(constants=launch.constants | {"EARLY": arch >= 90}) for launch in launches]
         yield (f"{outputs} outputs", f"{rows} rows", *([word] if word else [])), launches
 
@@ -169,6 +172,9 @@ def draw_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
         with recorded() as launches:
             launch_draw_tokens(logits, uniform, 0.8, top_k, top_p)
         yield (dtype, f"top_k {top_k}", *(["top_p"] if top_p else [])), launches
+        with recorded() as launches:
+            launch_draw_tokens(logits, None, 0.0, None, None)
+        yield (dtype, "greedy"), launches
 
 
 def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:

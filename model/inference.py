@@ -1,0 +1,81 @@
+"""A block's forward over a KV cache, without gradients and in fewer launches: what a product's neighbours do is done by
+the product.
+
+For few tokens, a step of generation, each product is one kernel with all that stands around it (`skinny_linear`). For
+many, prompts, the library's products add the residual stream and apply GELU.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import rms_norm, skinny_linear, takes_skinny_linear
+from model.cache import KVCache
+from model.config import NORM_EPS
+from model.fp8 import Linear8
+from model.prompts import Prompts
+
+FusedBlock = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, KVCache | Prompts], Tensor]
+
+
+def fused_block(x: Tensor, blocks: Iterable[nn.Module]) -> FusedBlock | None:
+    """`decode` or `prefill`, whichever takes x (B, N, C) through a block in its forward's place; None: neither does."""
+    if takes_skinny_linear(x):
+        fused = decode
+    elif takes_prefill(x):
+        fused = prefill
+    else:
+        return None
+    return fused if all(map(can_fuse, blocks)) else None
+
+
+def takes_prefill(x: Tensor) -> bool:
+    plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
+    return plain and x.is_cuda and x.dtype.itemsize == 2
+
+
+def can_fuse(block: nn.Module) -> bool:
+    """Whether no product of the block is another's or has a bias, and nobody hooks on."""
+    attention, mlp, products = block.attention, block.mlp, products_of(block)
+    plain = all(type(product) in (nn.Linear, Linear8) and product.bias is None for product in products)
+    return plain and not any(m._forward_hooks or m._forward_pre_hooks for m in (block, attention, mlp, *products))
+
+
+def products_of(block: nn.Module) -> tuple[nn.Module, ...]:
+    return block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down
+
+
+def decode(
+    block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, kv_cache: KVCache | Prompts
+) -> Tensor:
+    """Few tokens: attention, and four products with the rest fused in.
+
+    cos, sin: of all positions, among which those of the tokens are `positions`; or of the tokens, and that is None.
+    """
+    attention, mlp = block.attention, block.mlp
+    rotary = None
+    if positions is not None:
+        rotary, cos, sin = (cos, sin, attention.num_heads + attention.kv_heads), None, None
+    qkv = skinny_linear(x, attention.qkv.weight, norm_eps=NORM_EPS, rotary=rotary, positions=positions)
+    o = attention.heads(qkv, cos, sin, kv_cache)
+    x = skinny_linear(o, attention.out.weight, residual=x)
+    h = skinny_linear(x, mlp.up.weight, norm_eps=NORM_EPS, activation=mlp.kind)
+    return skinny_linear(h, mlp.down.weight, residual=x, workspace=kv_cache.products_workspace)  # (B, N, C)
+
+
+def prefill(
+    block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, positions: None, kv_cache: KVCache | Prompts
+) -> Tensor:
+    """Many tokens, whose cos and sin these are; x is written over."""
+    attention, mlp, rows = block.attention, block.mlp, x.view(-1, x.size(-1))
+    o = attention.heads(F.linear(rms_norm(x, NORM_EPS), attention.qkv.weight), cos, sin, kv_cache)
+    rows.addmm_(o.flatten(0, -2), attention.out.weight.T)
+    if mlp.kind == "gelu" and x.is_cuda:  # elsewhere the GELU of PyTorch's product is another one
+        bias = rows.new_zeros(mlp.up.out_features)
+        h = torch._addmm_activation(bias, rms_norm(rows, NORM_EPS), mlp.up.weight.T, use_gelu=True)
+    else:
+        h = mlp.activate(F.linear(rms_norm(rows, NORM_EPS), mlp.up.weight))
+    rows.addmm_(h, mlp.down.weight.T)
+    return x

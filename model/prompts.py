@@ -1,0 +1,87 @@
+"""Prompts of any lengths in one call of the model, end to end without padding, on their way into a KV cache."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kernels import place_documents
+from model.attention import AttentionFunction, Documents, flash
+
+if TYPE_CHECKING:
+    from model.cache import KVCache
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`, without waiting for what a GPU does: CUDA has read x when the call returns."""
+    return x.to(device, non_blocking=device.type == "cuda")
+
+
+class Prompts:
+    """A cache for one call of the model: reads the prompts of some rows, end to end without padding.
+
+    cache: theirs, in which `extend` has made room for them.
+    rows: which rows, in the order of their tokens; they hold no tokens yet.
+    """
+
+    def __init__(self, cache: "KVCache", rows: list[int]):
+        device = cache.lengths.device
+        for row in rows:
+            cache._check_in_use(row)
+            if cache.stored[row] or not cache.reserved[row]:
+                raise ValueError(
+                    f"row {row} of the KV cache has {cache.stored[row]} tokens and room for {cache.reserved[row]}; "
+                    "a prompt is read into a row with room and without tokens: allocate and extend it first"
+                )
+        if not rows or len(set(rows)) < len(rows):
+            raise ValueError(f"rows is {rows}; name those whose prompts are to be read, each once")
+        self.cache, self.products_workspace, self._row_numbers = cache, cache.products_workspace, list(rows)
+        self.counts = [cache.reserved[row] for row in rows]
+        counts, row_numbers = torch.tensor([self.counts, rows], device="cpu")
+        ends, longest = counts.cumsum(0), max(self.counts)
+        # last: each row's last token among all; the three (rows,) int64
+        self.rows, self.lengths, self.last = sent(torch.stack((row_numbers, counts, ends - 1)), device)
+        tokens = torch.arange(sum(self.counts), device="cpu")
+        tokens = torch.stack(
+            (row_numbers.repeat_interleave(counts), tokens - (ends - counts).repeat_interleave(counts))
+        )
+        row_of_token, self._positions = sent(tokens, device)
+        self.documents = None  # of prompts of one length: they are a batch, for which dense kernels are faster
+        if longest > min(self.counts):
+            cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
+            self.documents = Documents(place_documents(cu_seqlens, longest, device), longest)
+        self.places = cache.places(row_of_token, self._positions)
+
+    def positions(self, num_rows: int, num_tokens: int) -> Tensor:
+        """Of all tokens, one row: (num_tokens,) int64. ValueError where their rows are not any more as they were."""
+        for row, count in zip(self._row_numbers, self.counts, strict=True):
+            if self.cache.stored[row] or self.cache.reserved[row] < count:
+                raise ValueError(
+                    f"row {row} of the KV cache has {self.cache.stored[row]} tokens and room for "
+                    f"{self.cache.reserved[row]}, and these prompts, of {count} there, were for a row without tokens; "
+                    "read them once, before the row is freed, and make others for others"
+                )
+        if (num_rows, num_tokens) != (1, len(self._positions)):
+            raise ValueError(
+                f"the prompts of the KV cache have {len(self._positions)} tokens, end to end in one row, not "
+                f"{num_tokens} in {num_rows}"
+            )
+        return self._positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:
+        """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D); `options` as a cache's."""
+        self.cache.store(layer, self.places, k[0], v[0])
+        if self.documents is None:
+            q, k, v = (x[0].unflatten(1, (len(self.counts), -1)).transpose(0, 1) for x in (q, k, v))
+            o = attend(q, k, v, causal=True, **options)  # (rows, Hq, N, D)
+            return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+        if attend is flash:
+            return attend(q, k, v, causal=True, **options, documents=self.documents)
+        each = zip(*(x.split(self.counts, dim=2) for x in (q, k, v)), strict=True)
+        return torch.cat([attend(*row, causal=True, **options) for row in each], dim=2)
+
+    def advance(self, num_tokens: int) -> None:
+        """Count the tokens as stored."""
+        self.cache.lengths[self.rows] = self.lengths.int()
+        for row, count in zip(self._row_numbers, self.counts, strict=True):
+            self.cache.stored[row] = count
