@@ -103,8 +103,8 @@ class Muon(torch.optim.Optimizer):
             update, decay = update.float(), group["weight_decay"] / faster
             if group["cautious"]:
                 weights = torch.stack(stack.parameters)
-                decayed = update.add(weights, alpha=decay)
-                update, decay = torch.where(weights * update > 0, decayed, update), 0.0
+                decaying = (weights * update).gt_(0).mul_(weights)  # a CPU takes four times as long for `where`
+                update, decay = update.add(decaying, alpha=decay), 0.0
             step_towards(update.unbind(), stack.parameters, group["lr"] * faster, decay, self.found_inf)
 
     def orthogonalized(self, directions: Iterable[Tensor]) -> Iterator[Tensor]:
