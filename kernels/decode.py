@@ -348,9 +348,9 @@ def write_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, new: Tenso
         from .fused.write_kvcache_kernel import launch_write_kvcache
 
         lines, _, slots = places
-        return launch_write_kvcache(cache, lines.contiguous(), slots.contiguous(), new)
+        launch_write_kvcache(cache, lines.contiguous(), slots.contiguous(), new)
+        return
     cache[places] = values.to(cache.dtype)
-    return None
 
 
 def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -36,7 +36,7 @@ def draw_tokens(
 
     Args:
         logits: (S, V), bf16, fp16 or fp32, on CUDA or in the interpreter.
-        uniform: (S,) float64 in [0, 1), on logits' device; not read at temperature 0, and None there.
+        uniform: (S,) float64 in [0, 1), on logits' device. At temperature 0 it is not read and may be None.
         temperature: 0 for the largest logit, of equal ones the smallest id.
         top_k: 1 to V; None: V.
         top_p: in (0, 1]; None: all.

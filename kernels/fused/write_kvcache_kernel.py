@@ -55,6 +55,5 @@ def _launches(new: Tensor, cache: Tensor, lines: Tensor, slots: Tensor) -> list[
         new, cache, lines, slots, new.stride()[:2], cache.stride()[:3], num_tokens, cache.shape[0], cache.shape[2]
     )  # fmt: skip
     constants = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "TOKENS": TOKENS}
-    return [
-        Launch(write_kvcache_kernel, heads * triton.cdiv(num_tokens, TOKENS), arguments, constants, {"num_warps": 4})
-    ]
+    grid = heads * triton.cdiv(num_tokens, TOKENS)
+    return [Launch(write_kvcache_kernel, grid, arguments, constants, {"num_warps": 4})]
