@@ -306,9 +306,7 @@ class GPT(nn.Module):
                 positions = positions_in(cu_seqlens, tokens.size(1))
         x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
         fused = None if kv_cache is None else fused_block(x, self.blocks)
-        if (
-            fused is decode and not self.config.qk_norm
-        ):  # else q and k are normed first, and RoPE comes after the product
+        if fused is decode and not self.config.qk_norm:  # whose RoPE is part of a product; a norm would come between
             cos, sin = self.cos, self.sin
         elif positions is not None:
             cos, sin, positions = self.cos[positions], self.sin[positions], None

@@ -41,11 +41,9 @@ class Prompts:
         ends, longest = counts.cumsum(0), max(self.counts)
         # last: each row's last token among all; the three (rows,) int64
         self.rows, self.lengths, self.last = sent(torch.stack((row_numbers, counts, ends - 1)), device)
-        tokens = torch.arange(sum(self.counts), device="cpu")
-        tokens = torch.stack(
-            (row_numbers.repeat_interleave(counts), tokens - (ends - counts).repeat_interleave(counts))
-        )
-        row_of_token, self._positions = sent(tokens, device)
+        positions = torch.arange(sum(self.counts), device="cpu") - (ends - counts).repeat_interleave(counts)
+        about_tokens = torch.stack((row_numbers.repeat_interleave(counts), positions))
+        row_of_token, self._positions = sent(about_tokens, device)
         self.documents = None  # of prompts of one length: they are a batch, for which dense kernels are faster
         if longest > min(self.counts):
             cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
