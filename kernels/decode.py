@@ -344,13 +344,13 @@ def write_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, new: Tenso
             factor = scale[places] = (values.abs().amax(-1).float() / largest).clamp(min=_SMALLEST_SCALE)
         values = (values / factor[..., None]).clamp(-largest, largest)
         values = values.round() if cache.dtype == torch.int8 else values
-    elif cache.is_cuda and cache.dtype == new.dtype and new.stride(-1) == 1 and not needs_dispatcher(cache, new):
+    values = values.to(cache.dtype)
+    if cache.is_cuda and values.stride(-1) == 1 and not needs_dispatcher(cache, values):
         from .fused.write_kvcache_kernel import launch_write_kvcache
 
-        lines, _, slots = places
-        launch_write_kvcache(cache, lines.contiguous(), slots.contiguous(), new)
-        return
-    cache[places] = values.to(cache.dtype)
+        launch_write_kvcache(cache, places[0].contiguous(), places[2].contiguous(), values.transpose(0, 1))
+    else:
+        cache[places] = values
 
 
 def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torch.dtype = torch.float32) -> Tensor:

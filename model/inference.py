@@ -32,6 +32,8 @@ def fused_block(x: Tensor, blocks: Iterable[nn.Module]) -> FusedBlock | None:
 
 
 def takes_prefill(x: Tensor) -> bool:
+    """Whether x may be written over by products of its own dtype: on CUDA, in 16 bit, with neither gradient nor
+    autocast."""
     plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
     return plain and x.is_cuda and x.dtype.itemsize == 2
 

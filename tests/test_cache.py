@@ -252,21 +252,20 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
     assert cache.reserved == [40, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "head_dim", "count"), [(3, 20, 70), (1, 64, 5)])
 def test_tokens_are_put_in_their_places_by_one_kernel(heads, head_dim, count, dtype):
     """Of a cache and tokens of any strides; a place that there is not leaves all as it was."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     drawn = torch.Generator().manual_seed(count)
-    cache = torch.randn(7, heads, 16, 2 * head_dim, generator=drawn).to(device, dtype)[..., :head_dim]
-    new = torch.randn(count, heads, head_dim, generator=drawn).to(device, dtype).transpose(0, 1)
+    cache = (9 * torch.randn(7, heads, 16, 2 * head_dim, generator=drawn)).to(device, dtype)[..., :head_dim]
+    new = (9 * torch.randn(count + 4, heads, head_dim, generator=drawn)).to(device, dtype).transpose(0, 1)
     flat = torch.randperm(7 * 16, generator=drawn)[:count].to(device)
     lines, slots = flat // 16, flat % 16
-    expected = cache.clone()
-    expected[lines, :, slots] = new.transpose(0, 1)
+    expected = cache.float()
+    expected[lines, :, slots] = new[:, :count].transpose(0, 1).float()
     for line, slot in ((7, 0), (-1, 0), (2, 16), (2, -1)):
         lines, slots = (torch.cat((x, x.new_tensor([one]))) for x, one in ((lines, line), (slots, slot)))
-    new = torch.cat((new, new[:, :4] + 1), 1)
     launch_write_kvcache(cache, lines, slots, new)
-    assert torch.equal(cache, expected)
+    assert torch.equal(cache.float(), expected)
     launch_write_kvcache(cache, lines[:0], slots[:0], new[:, :0])

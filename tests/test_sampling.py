@@ -824,7 +824,6 @@ class TestOnTheGpu:
         mine.blocks[2].attention.window = (3, -1)
         assert found(mine, 1) == fresh(mine)
         texts(mine, prompts[10:14], **options)
-        in_the_way = torch.empty(64, device="cuda")
         state = IDLE[mine]
         size = state.cache.keys.numel() * state.cache.keys.element_size()
         in_the_way = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]  # keys come elsewhere

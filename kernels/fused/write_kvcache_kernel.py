@@ -3,6 +3,7 @@
 Bound by memory: each element is read once and written once.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,6 +45,8 @@ def launch_write_kvcache(cache: Tensor, lines: Tensor, slots: Tensor, new: Tenso
     """new (Hkv, N, D), of the cache's dtype, to (lines[i], :, slots[i]) of the cache (lines, Hkv, slots, D)."""
     if new.numel() == 0:
         return
+    if cache.dtype.itemsize == 1:  # of 8 bits bytes are copied: not every GPU knows the dtypes
+        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
     tensors = {"new": new, "cache": cache, "lines": lines, "slots": slots}
     described = [(x.shape, x.stride(), x.dtype) for x in tensors.values()]
     run(plan_of(("write_kvcache", cache.device, *described)), tensors, _launches)
