@@ -2,9 +2,11 @@
 
 To capture a step takes the time of many replays, and a captured one stays right as long as all that it reads and writes
 is where it was. So the last call of a model leaves its state here: small tensors and the graph, some ten megabytes.
-The memory of keys and values is given back; the next call asks for as much, and mostly is given the same.
+The memory of keys and values is given back to a pool from which others take only what they would fail without; so the
+next call, which asks for as much, is given the same.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +23,11 @@ def stream_of(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def allocating(pool: "torch.cuda.MemPool | None", device: torch.device) -> AbstractContextManager:
+    """Tensors made within are in the pool's memory; None: they are where they always are."""
+    return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, device)
+
+
 class StepState:
     """The rows of one call of generate() at a time.
 
@@ -29,7 +36,7 @@ class StepState:
         likeliest token is taken.
     """
 
-    def __init__(self, cache: PagedKVCache, uniform: Tensor | None):
+    def __init__(self, cache: PagedKVCache, uniform: Tensor | None, pool: "torch.cuda.MemPool | None" = None):
         self.cache, self.device, num_rows = cache, cache.lengths.device, len(cache.reserved)
         dtype = torch.float32 if self.device.type == "mps" else torch.float64  # mps has no float64
         self.uniform = None if uniform is None else uniform.to(self.device, dtype)
@@ -41,6 +48,8 @@ class StepState:
         self.graph: torch.cuda.CUDAGraph | None = None  # of a step
         self.captured: tuple = ()  # what it is right for
         self._kind: tuple = ()
+        self._pool = pool  # of the cache
+        self._resting: list[Tensor] = []  # without memory, in the order of the places where they had it
         self._stream = stream_of(self.device)
 
     @classmethod
@@ -58,7 +67,10 @@ class StepState:
         if not (fits and state._wake(uniform)):
             state = None  # with what memory it has
         if state is None:
-            state = cls(model.make_cache(num_rows, max_tokens, page, dtype), uniform)
+            pool = torch.cuda.MemPool(use_on_oom=True) if device.type == "cuda" else None
+            with allocating(pool, device):
+                cache = model.make_cache(num_rows, max_tokens, page, dtype)
+            state = cls(cache, uniform, pool)
             state._kind = kind
         state.cache.max_tokens = max_tokens
         return state
@@ -67,15 +79,17 @@ class StepState:
         """Give the memory of keys and values back, and wait for the model's next call."""
         if stream_of(self.device) == self._stream:  # another one would not wait for what that one does
             self.cache.free(*[row for row, length in enumerate(self.cache.reserved) if length != ABSENT])
-            for stored in self._stored():
+            self._resting = sorted(self._stored(), key=Tensor.data_ptr)
+            for stored in self._resting:
                 stored.untyped_storage().resize_(0)
             IDLE[model] = self
 
     def _wake(self, uniform: Tensor | None) -> bool:
         """Undo `rest`; False where there is no memory for it."""
         try:
-            for stored in self._stored():
-                stored.untyped_storage().resize_(stored.numel() * stored.element_size())
+            with allocating(self._pool, self.device):
+                for stored in self._resting:  # of places as large the first one is taken first
+                    stored.untyped_storage().resize_(stored.numel() * stored.element_size())
         except torch.OutOfMemoryError:
             return False
         for stored in (self.cache.keys, self.cache.values):

@@ -70,7 +70,7 @@ class Prompts:
         """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D); `options` as a cache's."""
         self.cache.store(layer, self.places, k[0], v[0])
         if self.documents is None:
-            q, k, v = (x[0].unflatten(1, (len(self.counts), -1)).transpose(0, 1) for x in (q, k, v))
+            q, k, v = (x.view(x.size(1), len(self.counts), -1, x.size(3)).transpose(0, 1) for x in (q, k, v))
             o = attend(q, k, v, causal=True, **options)  # (rows, Hq, N, D)
             return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
         if attend is flash:

@@ -826,9 +826,30 @@ class TestOnTheGpu:
         texts(mine, prompts[10:14], **options)
         state = IDLE[mine]
         size = state.cache.keys.numel() * state.cache.keys.element_size()
-        in_the_way = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]  # keys come elsewhere
-        assert found(mine, 1) == fresh(mine)
+        in_the_way = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(4)]
+        assert found(mine, 0) == fresh(mine)
         del in_the_way
+
+    def test_the_memory_of_a_state_at_rest_is_there_for_who_would_fail_without(self, model, prompts, monkeypatch):
+        captured, capture = [], Generation._captured
+        monkeypatch.setattr(Generation, "_captured", lambda self: captured.append(1) or capture(self))
+        options = {"max_new_tokens": 10, "temperature": 0.0}
+        mine = copy.deepcopy(model)
+        expected = texts(mine, prompts[:4], **options)
+        texts(mine, prompts[:4], **options)
+        captured.clear()
+        keys, taken = IDLE[mine].cache.keys, []
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        try:
+            while True:
+                taken.append(torch.empty(keys.shape, dtype=keys.dtype, device="cuda"))
+        except torch.OutOfMemoryError:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert len(taken) >= 2  # keys' and values'
+        assert texts(mine, prompts[:4], **options) == expected
+        assert captured == [1]
 
     def test_another_gpu_may_be_current(self, model, prompts):
         if torch.cuda.device_count() < 2:
