@@ -39,11 +39,11 @@ class Prompts:
         self.counts = [cache.reserved[row] for row in rows]
         counts, row_numbers = torch.tensor([self.counts, rows], device="cpu")
         ends, longest = counts.cumsum(0), max(self.counts)
-        # last: each row's last token among all; the three (rows,) int64
-        self.rows, self.lengths, self.last = sent(torch.stack((row_numbers, counts, ends - 1)), device)
-        positions = torch.arange(sum(self.counts), device="cpu") - (ends - counts).repeat_interleave(counts)
-        about_tokens = torch.stack((row_numbers.repeat_interleave(counts), positions))
-        row_of_token, self._positions = sent(about_tokens, device)
+        about = torch.stack((row_numbers, counts, ends - 1, ends - counts))
+        self.rows, self.lengths, self.last, begins = sent(about, device)  # last: each row's last token among all
+        # (2, tokens); with output_size a GPU is not waited for
+        about = torch.stack((self.rows, begins)).repeat_interleave(self.lengths, 1, output_size=sum(self.counts))
+        row_of_token, self._positions = about[0], torch.arange(about.size(1), device=device) - about[1]
         self.documents = None  # of prompts of one length: they are a batch, for which dense kernels are faster
         if longest > min(self.counts):
             cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
