@@ -67,7 +67,10 @@ class StepState:
         if not (fits and state._wake(uniform)):
             state = None  # with what memory it has
         if state is None:
-            pool = torch.cuda.MemPool(use_on_oom=True) if device.type == "cuda" else None
+            pool = None
+            if device.type == "cuda":
+                with torch.cuda.device(device):  # a pool is of the current one
+                    pool = torch.cuda.MemPool(use_on_oom=True)
             with allocating(pool, device):
                 cache = model.make_cache(num_rows, max_tokens, page, dtype)
             state = cls(cache, uniform, pool)

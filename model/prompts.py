@@ -39,11 +39,11 @@ class Prompts:
         self.counts = [cache.reserved[row] for row in rows]
         counts, row_numbers = torch.tensor([self.counts, rows], device="cpu")
         ends, longest = counts.cumsum(0), max(self.counts)
-        about = torch.stack((row_numbers, counts, ends - 1, ends - counts))
-        self.rows, self.lengths, self.last, begins = sent(about, device)  # last: each row's last token among all
-        # (2, tokens); with output_size a GPU is not waited for
-        about = torch.stack((self.rows, begins)).repeat_interleave(self.lengths, 1, output_size=sum(self.counts))
-        row_of_token, self._positions = about[0], torch.arange(about.size(1), device=device) - about[1]
+        of_rows = sent(torch.stack((row_numbers, counts, ends - 1, ends - counts)), device)
+        self.rows, self.lengths, self.last, begins = of_rows  # last: each row's last token among all
+        num_tokens = sum(self.counts)  # said, so that a GPU is not waited for
+        of_tokens = torch.stack((self.rows, begins)).repeat_interleave(self.lengths, 1, output_size=num_tokens)
+        row_of_token, self._positions = of_tokens[0], torch.arange(num_tokens, device=device) - of_tokens[1]
         self.documents = None  # of prompts of one length: they are a batch, for which dense kernels are faster
         if longest > min(self.counts):
             cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
