@@ -11,6 +11,7 @@ from torch import Tensor
 from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
 from .device import OPERATORS, interpreting
 from .flops import tell_flop_counters
+from .fused.write_kvcache import EIGHT_BITS, read_kvcache, write_kvcache
 from .launch import Plan, plan_of, tokens_first, with_positive_scale
 from .ops import needs_dispatcher
 from .reference import naive_attention
@@ -18,8 +19,6 @@ from .support import refuse_forward_mode, why_not_hopper_kvcache, why_not_kvcach
 
 MAX_QUERIES = 16  # a row; more read a prompt, which `flash_attention` does
 SMALLEST_PAGE = 16
-EIGHT_BITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # dtype of a cache -> its largest number
-_SMALLEST_SCALE = 2.0**-60  # of a token of zeros
 # of kernels/portable/decode.py: the most spans that a launch cuts into tiles, the most groups of a row's spans
 MAX_SPANS, MAX_GROUPS = 512, 16
 
@@ -296,6 +295,7 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
     capacity = page if pages is None else page * pages.shape[1]
     new = 0 if call.k_new is None else num_q
     o, lse = tokens_first(q, head_dim), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    caches, scales = (call.k_cache, call.v_cache), (call.k_scale, call.v_scale)
     pads = [0] * batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
     for row, (length, pad) in enumerate(zip(call.cache_seqlens.tolist(), pads, strict=True)):
         if length >= 0 and not 0 <= pad <= length <= capacity - new:
@@ -315,10 +315,8 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
         where = (line, slice(None), slots % page if pages is not None else slots)
         if new and length >= 0:
             behind = (line[-new:], slice(None), where[2][-new:])
-            write_kvcache(call.k_cache, call.k_scale, behind, call.k_new[row])
-            write_kvcache(call.v_cache, call.v_scale, behind, call.v_new[row])
-        k = read_kvcache(call.k_cache, call.k_scale, where, q.dtype)
-        v = read_kvcache(call.v_cache, call.v_scale, where, q.dtype)
+            write_kvcache(caches, scales, behind, (call.k_new[row], call.v_new[row]))
+        k, v = (read_kvcache(*stored, where, q.dtype) for stored in zip(caches, scales, strict=True))
         slopes = None if options.alibi_slopes is None else options.alibi_slopes[row : row + 1]
         result = naive_attention(
             q[row : row + 1].to(k.dtype), k, v, causal=options.causal, scale=options.scale,
@@ -327,39 +325,6 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
         o[row], lse[row] = result[0][0].to(q.dtype), result[1][0].to(lse.dtype)
     return o, lse
-
-
-def write_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, new: Tensor) -> None:
-    """Write new (Hkv, N, D) to `places` of a cache, rounded as the operator rounds.
-
-    places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the cache's device and inside of it.
-    """
-    values = new.transpose(0, 1)  # (N, Hkv, D)
-    if scale is not None:
-        largest = EIGHT_BITS[cache.dtype]
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        if scale.dim() == 1:
-            factor = scale[None, :].expand(values.shape[:2])
-        else:
-            factor = scale[places] = (values.abs().amax(-1).float() / largest).clamp(min=_SMALLEST_SCALE)
-        values = (values / factor[..., None]).clamp(-largest, largest)
-        values = values.round() if cache.dtype == torch.int8 else values
-    values = values.to(cache.dtype)
-    if cache.is_cuda and values.stride(-1) == 1 and not needs_dispatcher(cache, values):
-        from .fused.write_kvcache_kernel import launch_write_kvcache
-
-        launch_write_kvcache(cache, places[0].contiguous(), places[2].contiguous(), values.transpose(0, 1))
-    else:
-        cache[places] = values
-
-
-def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The keys or values (1, Hkv, N, D) in `places` of a cache; those of 8 bits in float32, or wider `dtype`."""
-    values = cache[places]  # (N, Hkv, D)
-    if scale is not None:
-        values = values.to(torch.promote_types(dtype, torch.float32))
-        values = values * (scale[None, :, None] if scale.dim() == 1 else scale[places][..., None])
-    return values.transpose(0, 1)[None]
 
 
 _LIBRARY = torch.library.Library(OPERATORS, "FRAGMENT")

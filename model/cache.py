@@ -200,8 +200,8 @@ class KVCache:
 
     def store(self, layer: int, places: tuple, k: Tensor, v: Tensor) -> None:
         """Write k, v (Hkv, N, D) to the places of N tokens."""
-        for new, (stored, scale) in zip((k, v), self._of(layer), strict=True):
-            write_kvcache(stored, scale, places, new)
+        caches, scales = zip(*self._of(layer), strict=True)
+        write_kvcache(caches, scales, places, (k, v))
 
     def read(self, layer: int, places: tuple, dtype: torch.dtype) -> list[Tensor]:
         """Keys and values (1, Hkv, N, D) of the places of N tokens, in `dtype`."""

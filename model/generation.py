@@ -167,7 +167,8 @@ class Generation:
 
     model: in the dtype to run in.
     state: of the model, no row in use.
-    choose: (logits (S, V), uniform (S,), or None where the state has none) -> tokens (S,).
+    choose: (logits (S, V), uniform (S,), or None where the state has none, out=) -> tokens (S,), as in
+        `choose_next_token`.
     stop_token, max_new_tokens: as in `generate`.
     """
 
@@ -175,7 +176,7 @@ class Generation:
         self,
         model: GPT,
         state: StepState,
-        choose: Callable[[Tensor, Tensor | None], Tensor],
+        choose: Callable[..., Tensor],
         stop_token: int | None,
         max_new_tokens: int,
     ):
@@ -287,9 +288,8 @@ class Generation:
         """The device's work of a step, the same whatever the rows hold."""
         state = self.state
         logits = self._logits(state.tokens[:, None], self.cache)[:, 0]  # (rows, V)
-        drawn = self._draw(logits, state.sample, state.drawn)
         self._wait_for_copy()
-        state.tokens.copy_(drawn)
+        self._draw(logits, state.sample, state.drawn, out=state.tokens)
         if state.uniform is not None:
             state.drawn += 1
 
@@ -323,12 +323,12 @@ class Generation:
         with torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
             return self.model(tokens, kv_cache=cache)
 
-    def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor) -> Tensor:
+    def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor, out: Tensor | None = None) -> Tensor:
         """A token for each row of logits (S, V); `drawn` of unused rows may be past the last draw, hence the clamp."""
         uniform = self.state.uniform
         if uniform is not None:
             uniform = uniform[sample, drawn.clamp(max=uniform.size(1) - 1)]
-        return self.choose(logits, uniform)
+        return self.choose(logits, uniform, out=out)
 
     def _send(self, tokens: Tensor, sequences: list[Continuation | None]) -> Step:
         """Start the copy of the tokens to the host. A sequence whose last token is launched gives up its row."""

@@ -39,6 +39,7 @@ def choose_next_token(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Draw one token for each row of logits, without waiting for the device.
 
@@ -49,20 +50,22 @@ def choose_next_token(
         logits: (S, V), any float dtype and device.
         uniform: (S,) float64 in [0, 1), on any device, which decides; drawn on the CPU it gives the same text on every
             device, up to the rounding of the logits. At temperature 0 it is not read and may be None.
+        out: (S,) int64, on the device of logits, to which tokens are written; None: to a new tensor.
 
     Returns:
         (S,) int64, on the device of logits.
     """
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
-        return draw_tokens(logits, None, temperature=0) if takes_draw_tokens(logits, 1) else logits.argmax(dim=-1)
+        fast = takes_draw_tokens(logits, 1)
+        return draw_tokens(logits, None, temperature=0, out=out) if fast else torch.argmax(logits, dim=-1, out=out)
     device = logits.device
     if device.type == "mps":  # which has no float64
         logits = logits.cpu()
     uniform = uniform.to(logits.device)
     if takes_draw_tokens(logits, top_k):
         top_k = top_k and min(top_k, logits.size(1))
-        return draw_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
+        return draw_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p, out=out)
     logits, ids = likeliest(logits, top_k or logits.size(1))  # (S, K) each
     # The largest logit goes to 0 before the division: a temperature of 1e-6 must not overflow.
     probs = ((logits - logits[:, :1]) / temperature).softmax(dim=-1)  # (S, K)
@@ -76,7 +79,8 @@ def choose_next_token(
     # u x total may round up to the total itself, which would point past the last token kept
     rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1)
     rank = rank.clamp(min=0)  # where logits are NaN no token is probable, and -1 as an index is a fault on a GPU
-    return ids.gather(1, rank).squeeze(1).to(device)
+    tokens = ids.gather(1, rank).squeeze(1)
+    return tokens.to(device) if out is None else out.copy_(tokens)
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

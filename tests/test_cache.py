@@ -258,14 +258,18 @@ def test_tokens_are_put_in_their_places_by_one_kernel(heads, head_dim, count, dt
     """Of a cache and tokens of any strides; a place that there is not leaves all as it was."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     drawn = torch.Generator().manual_seed(count)
-    cache = (9 * torch.randn(7, heads, 16, 2 * head_dim, generator=drawn)).to(device, dtype)[..., :head_dim]
-    new = (9 * torch.randn(count + 4, heads, head_dim, generator=drawn)).to(device, dtype).transpose(0, 1)
+    shape = 7, heads, 16, 2 * head_dim
+    caches = [(9 * torch.randn(shape, generator=drawn)).to(device, dtype)[..., :head_dim] for _ in range(2)]
+    k = (9 * torch.randn(count + 4, heads, head_dim, generator=drawn)).to(device, dtype)
+    v = (9 * torch.randn(heads, count + 4, head_dim, generator=drawn)).to(device, dtype).transpose(0, 1)
     flat = torch.randperm(7 * 16, generator=drawn)[:count].to(device)
     lines, slots = flat // 16, flat % 16
-    expected = cache.float()
-    expected[lines, :, slots] = new[:, :count].transpose(0, 1).float()
+    expected = [cache.float() for cache in caches]
+    for one, new in zip(expected, (k, v), strict=True):
+        one[lines, :, slots] = new[:count].float()
     for line, slot in ((7, 0), (-1, 0), (2, 16), (2, -1)):
         lines, slots = (torch.cat((x, x.new_tensor([one]))) for x, one in ((lines, line), (slots, slot)))
-    launch_write_kvcache(cache, lines, slots, new)
-    assert torch.equal(cache.float(), expected)
-    launch_write_kvcache(cache, lines[:0], slots[:0], new[:, :0])
+    launch_write_kvcache(*caches, lines, slots, k, v)
+    for cache, one in zip(caches, expected, strict=True):
+        assert torch.equal(cache.float(), one)
+    launch_write_kvcache(*caches, lines[:0], slots[:0], k[:0], v[:0])

@@ -28,6 +28,7 @@ def draw_tokens(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """In each row the first token at which the mass of the tokens up to it exceeds uniform times the mass of all.
 
@@ -40,6 +41,7 @@ def draw_tokens(
         temperature: 0 for the largest logit, of equal ones the smallest id.
         top_k: 1 to V; None: V.
         top_p: in (0, 1]; None: all.
+        out: (S,) int64, contiguous, on logits' device: where to write the ids; None: into a new tensor.
 
     Returns:
         (S,) int64: ids; 0 where logits are NaN.
@@ -64,9 +66,19 @@ def draw_tokens(
         raise ValueError(f"logits are {logits.dtype} on {logits.device}; expected bf16, fp16 or fp32 on CUDA")
     if top_k is not None and not 1 <= top_k <= logits.size(1):
         raise ValueError(f"top_k={top_k} must be 1 to the {logits.size(1)} logits of a row")
+    if out is None:
+        out = logits.new_empty(len(logits), dtype=torch.int64)
+    elif not (out.shape == logits.shape[:1] and out.dtype == torch.int64 and out.device == logits.device):
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; expected ({len(logits)},) int64 "
+            f"on {logits.device}"
+        )
+    elif not out.is_contiguous():
+        raise ValueError(f"out has strides {out.stride()}; expected a contiguous tensor")
     from .draw_tokens_kernels import launch_draw_tokens
 
     if uniform is None:
-        return launch_draw_tokens(logits, None, 0.0, None, None)
+        return launch_draw_tokens(logits, None, 0.0, None, None, out)
     top_k, top_p = None if top_k is None else int(top_k), None if top_p is None else float(top_p)
-    return launch_draw_tokens(logits, uniform.contiguous(), float(temperature), top_k, top_p)  # Triton takes no others
+    uniform = uniform.contiguous()  # Triton takes no others
+    return launch_draw_tokens(logits, uniform, float(temperature), top_k, top_p, out)

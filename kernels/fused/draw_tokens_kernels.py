@@ -270,11 +270,11 @@ def likeliest_kernel(logits_ptr, out_ptr, row_stride, V: tl.constexpr, BITS: tl.
 
 
 def launch_draw_tokens(
-    logits: Tensor, uniform: Tensor | None, temperature: float, top_k: int | None, top_p: float | None
+    logits: Tensor, uniform: Tensor | None, temperature: float, top_k: int | None, top_p: float | None, out: Tensor
 ) -> Tensor:
     """As `draw_tokens`, whose arguments are checked."""
     num_rows, vocab_size = logits.shape
-    bits, out = BITS[logits.dtype], logits.new_empty(num_rows, dtype=torch.int64)
+    bits = BITS[logits.dtype]
     if num_rows == 0:
         return out
     (logits,) = kernel_inputs(logits)

@@ -165,15 +165,15 @@ def skinny_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
 def draw_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     """A step's tokens: dtype, top_k, top_p."""
     for dtype, top_k, top_p in (("bf16", 200, None), ("fp32", 896, 0.9), ("bf16", None, None), ("fp16", 5000, 0.9)):
-        logits, uniform = (
+        logits, uniform, out = (
             torch.empty(shape, dtype=kind, device="meta")
-            for shape, kind in (((64, 50304), DTYPES[dtype]), ((64,), torch.float64))
+            for shape, kind in (((64, 50304), DTYPES[dtype]), ((64,), torch.float64), ((64,), torch.int64))
         )
         with recorded() as launches:
-            launch_draw_tokens(logits, uniform, 0.8, top_k, top_p)
+            launch_draw_tokens(logits, uniform, 0.8, top_k, top_p, out)
         yield (dtype, f"top_k {top_k}", *(["top_p"] if top_p else [])), launches
         with recorded() as launches:
-            launch_draw_tokens(logits, None, 0.0, None, None)
+            launch_draw_tokens(logits, None, 0.0, None, None, out)
         yield (dtype, "greedy"), launches
 
 

@@ -1,0 +1,58 @@
+"""New tokens into a cache of keys and values, and back: of any rows or pages and slots, rounded as the operator rounds.
+
+This file is the contract (torch only); the kernel loads when a CUDA tensor needs it.
+"""
+
+import torch
+from torch import Tensor
+
+from ..ops import needs_dispatcher
+
+EIGHT_BITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # dtype of a cache -> its largest number
+_SMALLEST_SCALE = 2.0**-60  # of a token of zeros
+
+
+def write_kvcache(
+    caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | tuple[None, None],
+    places: tuple,
+    new: tuple[Tensor, Tensor],
+) -> None:
+    """Write new keys and values (Hkv, N, D) to `places` of their caches.
+
+    caches: of keys and of values, (rows or pages, Hkv, slots, D) of one shape and dtype.
+    scales: theirs where they have 8 bits, (Hkv,) or (rows or pages, Hkv, slots); the latter are written too.
+    places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the caches' device and inside of them.
+    """
+    k, v = (_stored(*each, places) for each in zip(caches, scales, new, strict=True))  # (N, Hkv, D) each
+    if caches[0].is_cuda and k.stride(-1) == v.stride(-1) == 1 and not needs_dispatcher(*caches, k, v):
+        from .write_kvcache_kernel import launch_write_kvcache
+
+        launch_write_kvcache(*caches, places[0].contiguous(), places[2].contiguous(), k, v)
+    else:
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[places] = x
+
+
+def _stored(cache: Tensor, scale: Tensor | None, new: Tensor, places: tuple) -> Tensor:
+    """New (Hkv, N, D) as the cache has them, (N, Hkv, D); a scale of each token and head is written."""
+    values = new.transpose(0, 1)
+    if scale is not None:
+        largest = EIGHT_BITS[cache.dtype]
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        if scale.dim() == 1:
+            factor = scale[None, :].expand(values.shape[:2])
+        else:
+            factor = scale[places] = (values.abs().amax(-1).float() / largest).clamp(min=_SMALLEST_SCALE)
+        values = (values / factor[..., None]).clamp(-largest, largest)
+        values = values.round() if cache.dtype == torch.int8 else values
+    return values.to(cache.dtype)
+
+
+def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The keys or values (1, Hkv, N, D) in `places` of a cache; those of 8 bits in float32, or wider `dtype`."""
+    values = cache[places]  # (N, Hkv, D)
+    if scale is not None:
+        values = values.to(torch.promote_types(dtype, torch.float32))
+        values = values * (scale[None, :, None] if scale.dim() == 1 else scale[places][..., None])
+    return values.transpose(0, 1)[None]
