@@ -26,7 +26,11 @@ SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 class Tile(NamedTuple):
     """How a product is cut: block_m rows by block_n outputs a program, block_k columns at a time, and where `parts` is
-    more than one, one of so many parts of the columns."""
+    more than one, one of so many parts of the columns.
+
+    lets_next: whether the next kernel may start while this one ends. Its programs may then all be dealt to the
+        multiprocessors that this one leaves idle, three to each.
+    """
 
     block_m: int
     block_n: int
@@ -34,6 +38,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     parts: int = 1
+    lets_next: bool = True
 
 
 def tile_for(num_rows: int, num_outputs: int, width: int, plain: bool) -> Tile:
@@ -43,7 +48,8 @@ def tile_for(num_rows: int, num_outputs: int, width: int, plain: bool) -> Tile:
     if plain and width >= LONG:
         return Tile(64, 16, 128, 4, 4, parts=2)
     if num_outputs < 2048:  # few programs: rows are shared among them too
-        return Tile(32 if num_rows > 16 else 16, 16, 256, 4, 3)
+        few = num_rows <= 16
+        return Tile(16 if few else 32, 16, 256, 4, 3, lets_next=few)
     # 64 rows however few there are: wgmma takes no fewer, and without it few rows take longer
     return Tile(64, 32, 64, 4, 5) if num_outputs < 16384 else Tile(64, 128, 64, 4, 3)
 
@@ -151,6 +157,7 @@ def skinny_linear_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,  # of the columns; more than one only of a plain product
+    LETS_NEXT: tl.constexpr,  # start before this one has ended
     PRECISION: tl.constexpr,
 ):
     """BLOCK_N outputs, or pairs of a head's, of BLOCK_M rows, by tensor cores.
@@ -192,7 +199,7 @@ def skinny_linear_kernel(
             other = tl.dot(x_tile, tile.T, other, input_precision=PRECISION)
         if NORM:
             gram = tl.dot(x_tile, x_tile.T, gram, input_precision=PRECISION)
-    if EARLY:
+    if EARLY and LETS_NEXT:
         gdc_launch_dependents()
     if PARTS > 1:
         acc, last = _summed(acc, block, tl.program_id(0) % PARTS, sums, turns, BLOCK_M, BLOCK_N, PARTS)
@@ -315,7 +322,8 @@ def _launches(
         kernel, memory, sizes, more = one_row_linear_kernel, (), (num_outputs, num_positions), {}
     else:
         kernel, memory, sizes = skinny_linear_kernel, (sums, turns), (num_rows, num_outputs, num_positions)
-        more = {"BLOCK_M": tile.block_m, "PARTS": tile.parts, "PRECISION": dot_precision(x)}
+        more = {"BLOCK_M": tile.block_m, "PARTS": tile.parts, "LETS_NEXT": tile.lets_next}
+        more["PRECISION"] = dot_precision(x)
     block_n = tile.block_n // 2 if head_dim else tile.block_n  # of heads: pairs
     constants = {
         "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "HEAD_DIM": head_dim, "EARLY": early,
