@@ -24,7 +24,7 @@ from model.cache import KVCache
 from model.free_memory import free_host_bytes
 from model.generation_state import StepState
 from model.gpt import GPT
-from model.inference import can_fuse, products_of
+from model.inference import can_fuse, hooked, products_of
 from model.prompts import Prompts, sent
 from model.sampling import check_sampling, choose_next_token, whole
 
@@ -186,7 +186,9 @@ class Generation:
         self.on_cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
         # other attentions, those of `attend_with` too, read lengths on the host; hooks and counters see no replay
-        plain = all(block.attention.attend is flash and can_fuse(block) for block in model.blocks)
+        plain = all(block.attention.attend is flash and can_fuse(block) for block in model.blocks) and not hooked(model)
+        # which takes the host a fifth less; but hooks may keep what they see, and want a gradient of it
+        self.without_gradient = torch.inference_mode if plain else torch.no_grad
         self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(state.tokens)
         cache, greedy = self.cache, state.uniform is None
         sizes = cache.block_table.shape, cache.keys.shape, model.vocab_size
@@ -320,7 +322,7 @@ class Generation:
         return graph
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
-        with torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
+        with self.without_gradient(), torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
             return self.model(tokens, kv_cache=cache)
 
     def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor, out: Tensor | None = None) -> Tensor:

@@ -42,7 +42,11 @@ def can_fuse(block: nn.Module) -> bool:
     """Whether no product of the block is another's or has a bias, and nobody hooks on."""
     attention, mlp, products = block.attention, block.mlp, products_of(block)
     plain = all(type(product) in (nn.Linear, Linear8) and product.bias is None for product in products)
-    return plain and not any(m._forward_hooks or m._forward_pre_hooks for m in (block, attention, mlp, *products))
+    return plain and not hooked(block, attention, mlp, *products)
+
+
+def hooked(*modules: nn.Module) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def products_of(block: nn.Module) -> tuple[nn.Module, ...]:

@@ -522,6 +522,21 @@ def test_a_generation_begun_in_inference_mode_goes_on_outside():
         assert begun + list(steps) == expected
 
 
+@pytest.mark.parametrize("hooked", ["", "blocks.1", "blocks.0.attention", "blocks.1.mlp.up", "none"])
+def test_what_a_hook_keeps_may_need_a_gradient(hooked, monkeypatch):
+    """Without hooks the model is called in inference mode, whose tensors cannot have one."""
+    model, kept = small_gpt().eval().requires_grad_(False), []
+    monkeypatch.setattr("model.generation.flash", model.blocks[0].attention.attend)
+    monkeypatch.setattr(
+        "model.generation.choose_next_token", lambda logits, *_, **__: kept.append(logits) or logits.argmax(-1)
+    )
+    if hooked != "none":
+        model.get_submodule(hooked).register_forward_hook(lambda module, inputs, output: kept.append(output))
+    texts(model, [[1, 2, 3], [4, 5]], max_new_tokens=3)
+    assert any(x.is_inference() for x in kept) == (hooked == "none")
+    assert len(kept) == (3 if hooked == "none" else 6)
+
+
 def test_generation_does_not_ask_for_the_default_device():
     expected = list(generate(small_gpt(), [[1, 2], [3]], max_new_tokens=4))
     model = small_gpt()
