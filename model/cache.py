@@ -20,6 +20,7 @@ from model.free_memory import free_bytes
 from model.prompts import Prompts, sent
 
 ABSENT = -1  # the length of a row that is not in use
+EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}  # dtypes with scales, by the names that programs take
 
 
 class KVCache:
@@ -50,7 +51,7 @@ class KVCache:
         pool: tuple[int, int] | None = None,
     ):
         wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-        if not wide and dtype not in (torch.int8, torch.float8_e4m3fn):
+        if not wide and dtype not in EIGHT_BITS.values():
             raise ValueError(
                 f"a KV cache in {dtype} is not known; use a floating point dtype of 16 bits or more, torch.int8 or "
                 "torch.float8_e4m3fn"

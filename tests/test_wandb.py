@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -349,6 +350,22 @@ def test_a_life_that_began_in_the_second_of_another_is_one(tmp_path):
     assert _earlier_lives(tmp_path, 8) == ("abcdefgh", 0, [life])
     (life / "run-abcdefgh.wandb.synced").touch()
     assert _earlier_lives(tmp_path, 8) == ("abcdefgh", 8, [])
+
+
+def test_a_copied_folder_is_a_run_of_its_own_and_a_renamed_one_is_not(tmp_path):
+    """Their steps would be two histories in one wandb run. A folder has two names where one is a link."""
+    first, second, third, link = (tmp_path / name for name in ("first run", "second", "third", "link"))
+    first.mkdir()
+    run_id, *_ = _earlier_lives(first, 0)
+    shutil.copytree(first, second)
+    other_id, *_ = _earlier_lives(second, 8)
+    assert other_id != run_id
+    link.symlink_to(first)
+    first.rename(third)
+    first.symlink_to(third)
+    for folder in (third, first, link):
+        assert _earlier_lives(folder, 8)[0] == run_id
+    assert _earlier_lives(second, 8)[0] == other_id
 
 
 def test_what_wandb_was_told_before_is_heard(tmp_path, monkeypatch):

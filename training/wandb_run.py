@@ -180,11 +180,14 @@ def start_wandb(
 def _earlier_lives(run_dir: Path, recorded: int) -> tuple[str, int, list[Path]]:
     """The run's id in wandb, the last step that the server may have, and the offline folders that it has not.
 
-    A folder has one id, so that a resumed run is the same wandb run; half an id, after a power cut, is none.
+    A folder has one id, so that a resumed run is the same wandb run; half an id, after a power cut, is none, and a
+    copy of a folder that is still there has one of its own.
     """
     id_file = run_dir / "wandb_id"
-    text = id_file.read_text(errors="replace") if id_file.exists() else ""
-    written = re.fullmatch(r"([\w-]+)(?: (\d+))?", text.strip(), flags=re.ASCII)
+    text = id_file.read_text(errors="surrogateescape") if id_file.exists() else ""
+    written = re.fullmatch(r"([\w-]+)(?: (\d+)(?: (.+))?)?", text.strip(), flags=re.ASCII | re.DOTALL)
+    if written and written[3] and _is_another_file(Path(written[3], id_file.name), id_file):
+        written = None
     run_id, sent = (written[1], int(written[2] or 0)) if written else (secrets.token_hex(4), 0)
     # wandb adds a number to the second of two that begin in one second
     offline = list(run_dir.glob(f"wandb/offline-run-*-{run_id}*"))
@@ -192,8 +195,16 @@ def _earlier_lives(run_dir: Path, recorded: int) -> tuple[str, int, list[Path]]:
     lives = [*offline, *run_dir.glob(f"wandb/run-*-{run_id}*")]  # their names tell when each began
     if lives and max(lives, key=lambda folder: folder.name.removeprefix("offline-")) not in unsent:
         sent = recorded
-    id_file.write_text(f"{run_id} {sent}\n")
+    id_file.write_text(f"{run_id} {sent} {run_dir.resolve()}\n", errors="surrogateescape")
     return run_id, sent, unsent
+
+
+def _is_another_file(path: Path, other: Path) -> bool:
+    """Whether there is a file at path that is not the other, under whatever name."""
+    try:
+        return not path.samefile(other)
+    except OSError:
+        return False
 
 
 def _can_write_below_home() -> bool:

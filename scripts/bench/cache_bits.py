@@ -27,6 +27,7 @@ from data import fixed_windows
 from kernels import naive_attention
 from model import GPT, GPTConfig, KVCache, PagedKVCache
 from model.attention import flash
+from model.cache import EIGHT_BITS
 from scripts.bench.clock import Graph, Milliseconds, measure
 from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, set_up_gpu, table
 from scripts.variants import exit_if_asked
@@ -41,7 +42,6 @@ SMOKE = (
     "bench.batch=1 bench.context=20 bench.num_heads=2 bench.num_kv_heads=1 bench.head_dim=16 bench.page=16"
 )
 REPLAYS = 300  # of the captured call
-EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 @dataclass
