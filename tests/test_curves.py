@@ -144,12 +144,17 @@ def test_matplotlib_that_finds_no_folder_to_write_to_stops_no_run(tmp_path, monk
     assert capsys.readouterr().out.count("writable cache directory; the run goes on") == 1
 
 
-def test_matplotlib_s_first_import_of_all_is_silent(tmp_path):
-    """It looks for fonts, keeps what it found in a folder of its own, and says so where information is logged."""
+@pytest.mark.parametrize("writable", [True, False])
+def test_matplotlib_s_first_import_of_all_is_silent(tmp_path, writable):
+    """It looks for fonts, keeps what it found in a folder of its own, and says so where information is logged. As a
+    container's user without a home has none, it makes one for the time, and warns."""
+    folder = tmp_path / "folder"
+    folder.mkdir() if writable else folder.touch()
     code = "import logging; logging.basicConfig(level=20); import training.curves, matplotlib.figure"
-    command, environment = [sys.executable, "-c", code], os.environ | {"MPLCONFIGDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"MPLCONFIGDIR": str(folder), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert list(tmp_path.glob("fontlist-*"))
+    assert not writable or list(folder.glob("fontlist-*"))
     assert not done.stdout + done.stderr
 
 

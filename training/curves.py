@@ -16,7 +16,8 @@ from typing import Any
 
 _SHARE_OF_TIME = 0.02  # of a run that drawing may take
 _FEW_POINTS = 10  # fewer are dots on their line
-logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first import logs about fonts, among the steps' lines
+# its first import logs about fonts, and about a home that cannot be written, among the steps' lines
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 
 def read_run(folder: Path) -> dict[str, Any]:
