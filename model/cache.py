@@ -20,7 +20,8 @@ from model.free_memory import free_bytes
 from model.prompts import Prompts, sent
 
 ABSENT = -1  # the length of a row that is not in use
-EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}  # dtypes with scales, by the names that programs take
+# they have scales; by the names that programs take
+EIGHT_BIT_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 class KVCache:
@@ -51,7 +52,7 @@ class KVCache:
         pool: tuple[int, int] | None = None,
     ):
         wide = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-        if not wide and dtype not in EIGHT_BITS.values():
+        if not wide and dtype not in EIGHT_BIT_DTYPES.values():
             raise ValueError(
                 f"a KV cache in {dtype} is not known; use a floating point dtype of 16 bits or more, torch.int8 or "
                 "torch.float8_e4m3fn"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.ops import needs_dispatcher
 from model.attention import flash
-from model.cache import EIGHT_BITS, KVCache
+from model.cache import EIGHT_BIT_DTYPES, KVCache
 from model.free_memory import free_host_bytes
 from model.generation_state import StepState
 from model.gpt import GPT
@@ -98,7 +98,7 @@ def generate(
     num_samples, batch_size = whole("num_samples", num_samples, 1), whole("batch_size", batch_size, 1)
     max_new_tokens, seed = whole("max_new_tokens", max_new_tokens, 0), whole("seed", seed, -(2**63))
     stop_token = None if stop_token is None else whole("stop_token", stop_token, -(2**63))
-    if cache_dtype not in (None, *EIGHT_BITS.values()):
+    if cache_dtype not in (None, *EIGHT_BIT_DTYPES.values()):
         raise ValueError(f"cache_dtype={cache_dtype} must be None, torch.int8 or torch.float8_e4m3fn")
     if len(prompts) == 0 or max_new_tokens == 0:
         return iter(())

@@ -20,7 +20,7 @@ import tiktoken
 
 from conf.program import program
 from model import GPT, generate
-from model.cache import EIGHT_BITS
+from model.cache import EIGHT_BIT_DTYPES
 from model.sampling import check_sampling, marked
 from scripts.bench.report import refuse_out_of_range, refuse_unknown
 from training.checkpoint import given_or_newest, open_checkpoint
@@ -51,7 +51,7 @@ class SampleSettings:
 
     def __post_init__(self) -> None:
         refuse_out_of_range("", self, "num_samples", "max_new_tokens", "batch_size")
-        refuse_unknown("", self, cache=EIGHT_BITS)
+        refuse_unknown("", self, cache=EIGHT_BIT_DTYPES)
         check_sampling(self.temperature, self.top_k, self.top_p)
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
@@ -169,7 +169,7 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
         num_samples=settings.num_samples,
         stop_token=tokenizer.eot_token,
         batch_size=settings.batch_size,
-        cache_dtype=EIGHT_BITS.get(settings.cache),
+        cache_dtype=EIGHT_BIT_DTYPES.get(settings.cache),
     )
     count = len(texts) * settings.num_samples
     # of one text a character whose bytes are not all there yet waits for the rest

@@ -64,6 +64,21 @@ def test_at_temperature_0_it_is_the_first_of_the_largest(vocab_size, dtype):
     assert draw_tokens(nothing, None, temperature=0).tolist() == [0]
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 3}, {}], ids=str)
+def test_ids_are_written_to_a_tensor_that_is_given(options):
+    logits, uniform = rows_of(65, torch.float32).to(DEVICE), torch.rand(10, dtype=torch.float64, device=DEVICE)
+    given = torch.full((10,), -1, device=DEVICE)
+    assert draw_tokens(logits, uniform, **options, out=given) is given
+    assert torch.equal(given, draw_tokens(logits, uniform, **options))
+    for wrong, said in (
+        (given.int(), r"out has shape \(10,\) and dtype torch.int32 on .*; expected \(10,\) int64 on"),
+        (given[:9], r"out has shape \(9,\)"),
+        (given.repeat(2)[::2], r"out has strides \(2,\); expected a contiguous tensor"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            draw_tokens(logits, uniform, **options, out=wrong)
+
+
 @pytest.mark.parametrize("top_k", [2, 40, None])
 def test_more_equal_logits_than_slots(top_k):
     """The smallest ids of them are kept, whatever group they are in."""

@@ -25,7 +25,8 @@ def write_kvcache(
     places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the caches' device and inside of them.
     """
     k, v = (_stored(*each, places) for each in zip(caches, scales, new, strict=True))  # (N, Hkv, D) each
-    if caches[0].is_cuda and k.stride(-1) == v.stride(-1) == 1 and not needs_dispatcher(*caches, k, v):
+    all_four = *caches, k, v
+    if k.is_cuda and all(x.stride(-1) == 1 for x in all_four) and not needs_dispatcher(*all_four):
         from .write_kvcache_kernel import launch_write_kvcache
 
         launch_write_kvcache(*caches, places[0].contiguous(), places[2].contiguous(), k, v)

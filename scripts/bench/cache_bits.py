@@ -27,7 +27,7 @@ from data import fixed_windows
 from kernels import naive_attention
 from model import GPT, GPTConfig, KVCache, PagedKVCache
 from model.attention import flash
-from model.cache import EIGHT_BITS
+from model.cache import EIGHT_BIT_DTYPES
 from scripts.bench.clock import Graph, Milliseconds, measure
 from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, set_up_gpu, table
 from scripts.variants import exit_if_asked
@@ -79,7 +79,7 @@ class BenchSettings(Settings):
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware = set_up_gpu("a cache in 8 bits", settings.hardware, SMOKE)
     report = Report("cache_bits", run_dir, hardware.description)
-    dtypes = {str(hardware.dtype).removeprefix("torch."): hardware.dtype} | EIGHT_BITS
+    dtypes = {str(hardware.dtype).removeprefix("torch."): hardware.dtype} | EIGHT_BIT_DTYPES
     if settings.init_from is None:
         exit_if_asked(train(settings, run_dir / "trained"))
     path = settings.init_from or str(run_dir / "trained" / "checkpoints" / "last")

@@ -32,7 +32,7 @@ from torch import Tensor
 from conf.program import program
 from kernels import flash_attention_with_kvcache, kvcache_workspace
 from kernels.device import num_sms
-from model.cache import EIGHT_BITS
+from model.cache import EIGHT_BIT_DTYPES
 from scripts.bench.calls import SDPA, refusal, sdpa
 from scripts.bench.clock import GraphClock, facts_as_errors
 from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, set_up_gpu, table
@@ -44,7 +44,7 @@ HEADS = (  # groups of 1, 2, 4, 8 and 16
     *("8/8/128", "16/8/128", "32/8/128", "64/8/128", "64/4/128"),
     *("12/12/64", "16/8/64", "32/8/64", "32/4/64", "64/4/64"),
 )
-CACHES = {"bf16": torch.bfloat16} | EIGHT_BITS
+CACHES = {"bf16": torch.bfloat16} | EIGHT_BIT_DTYPES
 FLOOR_US, OF_BANDWIDTH = 5.0, 0.90  # the goal
 # a growing cache keeps 0.9 of the best share of the bandwidth that it has had, from 64 MiB on
 GROWING_FROM_MIB, GROWING_KEEPS = 64, 0.90
