@@ -365,6 +365,12 @@ def test_a_copied_folder_is_a_run_of_its_own_and_a_renamed_one_is_not(tmp_path):
     first.symlink_to(third)
     for folder in (third, first, link):
         assert _earlier_lives(folder, 8)[0] == run_id
+    third.rename(tmp_path / "elsewhere")
+    third.mkdir()
+    (third / "wandb_id").write_text("another1 0\n")
+    assert _earlier_lives(tmp_path / "elsewhere", 8)[0] == run_id, "what took the place of a run is no copy of it"
+    (third / "wandb_id").write_text("another1 0 /\0")
+    assert _earlier_lives(third, 8)[0] == "another1"
     assert _earlier_lives(second, 8)[0] == other_id
 
 

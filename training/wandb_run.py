@@ -186,7 +186,7 @@ def _earlier_lives(run_dir: Path, recorded: int) -> tuple[str, int, list[Path]]:
     id_file = run_dir / "wandb_id"
     text = id_file.read_text(errors="surrogateescape") if id_file.exists() else ""
     written = re.fullmatch(r"([\w-]+)(?: (\d+)(?: (.+))?)?", text.strip(), flags=re.ASCII | re.DOTALL)
-    if written and written[3] and _is_another_file(Path(written[3], id_file.name), id_file):
+    if written and written[3] and _is_a_copy(id_file, Path(written[3], id_file.name), written[1]):
         written = None
     run_id, sent = (written[1], int(written[2] or 0)) if written else (secrets.token_hex(4), 0)
     # wandb adds a number to the second of two that begin in one second
@@ -199,11 +199,11 @@ def _earlier_lives(run_dir: Path, recorded: int) -> tuple[str, int, list[Path]]:
     return run_id, sent, unsent
 
 
-def _is_another_file(path: Path, other: Path) -> bool:
-    """Whether there is a file at path that is not the other, under whatever name."""
+def _is_a_copy(id_file: Path, first: Path, run_id: str) -> bool:
+    """Whether the file where the id was written first is still there, another one and with this id."""
     try:
-        return not path.samefile(other)
-    except OSError:
+        return not first.samefile(id_file) and first.read_text(errors="replace").split()[:1] == [run_id]
+    except (OSError, ValueError):  # a path that a power cut damaged
         return False
 
 
