@@ -20,7 +20,7 @@ from model.free_memory import free_bytes
 from model.prompts import Prompts, sent
 
 ABSENT = -1  # the length of a row that is not in use
-# they have scales; by the names that programs take
+# of keys and values with scales, by the names that programs take
 EIGHT_BIT_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 

@@ -187,7 +187,7 @@ class Generation:
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
         # other attentions, those of `attend_with` too, read lengths on the host; hooks and counters see no replay
         plain = all(block.attention.attend is flash and can_fuse(block) for block in model.blocks) and not hooked(model)
-        # which takes the host a fifth less; but hooks may keep what they see, and want a gradient of it
+        # inference mode spares the host a fifth of a view or product; but hooks may keep what they see, for a gradient
         self.without_gradient = torch.inference_mode if plain else torch.no_grad
         self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(state.tokens)
         cache, greedy = self.cache, state.uniform is None

@@ -47,7 +47,7 @@ def check(logits: torch.Tensor, draws: int, **options) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", [5, 65, 5000])
 def test_the_token_is_that_of_the_definition(vocab_size, dtype, options):
-    check(rows_of(vocab_size, dtype), 2, **options)
+    check(rows_of(vocab_size, dtype), 2 if vocab_size == 5000 else 4, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

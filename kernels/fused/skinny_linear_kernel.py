@@ -3,8 +3,9 @@
 Bound by memory: each weight is read once; the rows are read by every program, from the second-level cache. Of wide rows
 a program therefore takes a part, and the last one of an output adds the parts. A launch is not short beside such a
 product. So on Hopper and later a kernel starts while its predecessor ends, one of a single row asks for its first
-weights, which nobody writes, and only then it waits (programmatic dependent launch). To start sooner, or to bring
-weights into the second-level cache meanwhile, made a step of 64 rows longer (hopper/NOTES.md).
+weights, which nobody writes, and only then it waits (programmatic dependent launch). To start sooner, to bring weights
+into the second-level cache meanwhile, or to start behind every product (`Tile.lets_next`) made a step of 64 rows longer
+(hopper/NOTES.md).
 """
 
 from functools import partial
@@ -322,8 +323,9 @@ def _launches(
         kernel, memory, sizes, more = one_row_linear_kernel, (), (num_outputs, num_positions), {}
     else:
         kernel, memory, sizes = skinny_linear_kernel, (sums, turns), (num_rows, num_outputs, num_positions)
-        more = {"BLOCK_M": tile.block_m, "PARTS": tile.parts, "LETS_NEXT": tile.lets_next}
-        more["PRECISION"] = dot_precision(x)
+        more = {
+            "BLOCK_M": tile.block_m, "PARTS": tile.parts, "LETS_NEXT": tile.lets_next, "PRECISION": dot_precision(x),
+        }  # fmt: skip
     block_n = tile.block_n // 2 if head_dim else tile.block_n  # of heads: pairs
     constants = {
         "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "HEAD_DIM": head_dim, "EARLY": early,
