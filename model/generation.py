@@ -193,8 +193,6 @@ class Generation:
         cache, greedy = self.cache, state.uniform is None
         sizes = cache.block_table.shape, cache.keys.shape, model.vocab_size
         self.kind = str((model.config, choose, greedy)), model.compute_dtype, cache.keys.dtype, self.device, *sizes
-        if state.graph is not None and state.captured != self._what_a_graph_holds():
-            state.graph = None
 
     def run(self, sequences: Iterator[Continuation]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended, or whoever asked for them wants no more."""
@@ -254,15 +252,18 @@ class Generation:
         self.cache.extend(readers, counts)
         prompts = self.cache.prompts(readers)
         ids = sent(torch.frombuffer(tokens, dtype=torch.int64), self.device)
+        logits = self._logits(ids[None], prompts)[0]  # (readers, V)
+        # what does not matter to the prompts, while a GPU reads them
+        state = self.state
+        if state.graph is not None and state.captured != self._what_a_graph_holds():
+            state.graph = None
         about = [(row, sequence.sample, sequence.drawn) for row, sequence in taken]
         about = torch.tensor([*zip(*about, strict=True), reader_of], device="cpu")
         rows, sample, drawn, reader_of_row = sent(about, self.device)
-        logits = self._logits(ids[None], prompts)[0]  # (readers, V)
         for (row, _), reader in zip(taken, reader_of, strict=True):
             if row != readers[reader]:
                 self.cache.fork(readers[reader], row)
         first = self._draw(logits[reader_of_row], sample, drawn)
-        state = self.state
         state.sample[rows], state.drawn[rows] = sample, drawn + 1
         self._wait_for_copy()
         state.tokens[rows] = first
@@ -311,14 +312,13 @@ class Generation:
         return self.kind, done, [x.data_ptr() for x in tensors]
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        # nothing runs on this stream, not a wait: with more streams that are in use each kernel starts later
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
             # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
             graph.capture_begin(capture_error_mode="thread_local")
             self._step()
             graph.capture_end()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:

@@ -66,14 +66,19 @@ class CausalSelfAttention(nn.Module):
         sin: Tensor | None,
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
+        overwrite: bool = False,
     ) -> Tensor:
-        """Attention between its two projections: (B, N, (Hq + 2 Hkv) D) -> (B, N, C); cos is None after RoPE."""
+        """Attention between its two projections: (B, N, (Hq + 2 Hkv) D) -> (B, N, C); cos is None after RoPE.
+
+        overwrite: nobody else reads qkv.
+        """
         B, N, _ = qkv.shape
         qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
         if cos is None:
             q, k, v = qkv.transpose(1, 2).split([self.num_heads, self.kv_heads, self.kv_heads], 1)
         else:
-            q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads, self.norm_eps)  # (B, H, N, D) each
+            # (B, H, N, D) each
+            q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads, self.norm_eps, overwrite=overwrite)
         if kv_cache is not None:
             o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window, scale=self.scale)  # (B, Hq, N, D)
         else:

@@ -76,7 +76,8 @@ def prefill(
 ) -> Tensor:
     """Many tokens, whose cos and sin these are; x is written over."""
     attention, mlp, rows = block.attention, block.mlp, x.view(-1, x.size(-1))
-    o = attention.heads(F.linear(rms_norm(x, NORM_EPS), attention.qkv.weight), cos, sin, kv_cache)
+    qkv = F.linear(rms_norm(x, NORM_EPS), attention.qkv.weight)
+    o = attention.heads(qkv, cos, sin, kv_cache, overwrite=True)
     rows.addmm_(o.flatten(0, -2), attention.out.weight.T)
     if mlp.kind == "gelu" and x.is_cuda:  # elsewhere the GELU of PyTorch's product is another one
         bias = rows.new_zeros(mlp.up.out_features)

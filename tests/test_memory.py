@@ -224,7 +224,7 @@ def test_compiled_selective_brings_back_q_k_and_v_after_the_mlps_backward(monkey
     """The forecast of its peak rests on this order."""
     if reason := why_not("flash", torch.float32, device="cpu", head_dim=16):
         pytest.skip(reason)
-    monkeypatch.setattr("model.gpt.rotate_and_split", lambda *args: rotary_fwd(*args)[:3])
+    monkeypatch.setattr("model.gpt.rotate_and_split", lambda *args, overwrite: rotary_fwd(*args)[:3])
     torch.compiler.reset()
     config = small(num_layers=1, activation_checkpointing="selective")
     model = GPT(config, 1000, 16)

@@ -72,6 +72,33 @@ def test_public_function_agrees_with_the_operator(norm_eps):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("norm_eps", [None, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_turned_where_they_are_heads_have_the_same_bits(dtype, norm_eps):
+    from kernels.fused.rotary import _rotary_in_place
+
+    qkv, cos, sin = make(2, 19, 4, 2, 16, dtype)
+    expected = rotary_fwd(qkv, cos, sin, 4, norm_eps)[:3]
+    room = qkv.detach().clone()
+    results = _rotary_in_place(room, cos, sin, 4, norm_eps)
+    for ours, theirs, part in zip(results, expected, room.transpose(1, 2).split([4, 2, 2], 1), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.data_ptr(), ours.stride()) == (part.data_ptr(), part.stride())
+
+
+@pytest.mark.gpu
+def test_only_whom_no_gradient_asks_are_turned_where_they_are():
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    before = qkv.detach().clone()
+    rotate_and_split(qkv, cos, sin, 4, overwrite=True)
+    assert torch.equal(qkv, before)
+    with torch.no_grad():
+        rotate_and_split(qkv, cos, sin, 4)
+        assert torch.equal(qkv, before)
+        rotate_and_split(qkv, cos, sin, 4, overwrite=True)
+        assert not torch.equal(qkv, before)
+
+
 def test_strided_gradients():
     """Gradients arrive as PyTorch's attention leaves them: heads first, or expanded."""
     qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)

@@ -601,7 +601,7 @@ def test_streams_are_of_the_models_gpu(monkeypatch):
     monkeypatch.setattr(generation, "_step", generation._wait_for_copy)
     generation._captured()
     generation._send(torch.zeros(1, dtype=torch.int64).as_subclass(OnAGpu), [None])
-    assert len(asked) == 6
+    assert len(asked) == 4
     assert set(asked) == {generation.device}
 
 

@@ -27,7 +27,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_and_split(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None, *, overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut qkv into q, k and v, with q and k turned to their positions.
 
@@ -36,12 +36,14 @@ def rotate_and_split(
         cos, sin: (N, 1, D) fp32 of each token's position, the sine negative in its first half. No gradient.
         num_heads: Hq.
         norm_eps: of an RMS norm, without a gain, of each head of q and k before it is turned; None: no norm.
+        overwrite: nobody reads qkv afterwards. On CUDA q and k are then turned where they are, unless a gradient or a
+            tracer asks for what they were.
 
     Raises:
         ValueError: cos and sin are not of N tokens, or of another shape.
 
     Returns:
-        q (B, Hq, N, D), k and v (B, Hkv, N, D) in qkv's dtype, stored as (B, N, H, D).
+        q (B, Hq, N, D), k and v (B, Hkv, N, D) in qkv's dtype, stored as (B, N, H, D), or views of qkv.
 
     Triton on CUDA, PyTorch's own operators elsewhere.
     """
@@ -58,14 +60,29 @@ def rotate_and_split(
     if qkv.is_cuda:
         refuse_forward_mode("rotate_and_split on CUDA", "rotate", qkv)
         wants_gradient = torch.is_grad_enabled() and qkv.requires_grad
-        run = rotary_fwd if wants_gradient or needs_dispatcher(qkv, cos, sin) else _rotary_fwd
-        return run(qkv, cos, sin, num_heads, norm_eps)[:3]
+        if wants_gradient or needs_dispatcher(qkv, cos, sin):
+            return rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
+        if overwrite:
+            return _rotary_in_place(qkv, cos, sin, num_heads, norm_eps)
+        return _rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
     kv_heads = (qkv.shape[2] - num_heads) // 2
     qk, v = qkv.split([num_heads + kv_heads, kv_heads], dim=2)
     if norm_eps is not None:
         qk = rms_norm(qk, norm_eps).to(qkv.dtype)
     q, k = rotate(qk, cos, sin).split([num_heads, kv_heads], dim=2)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _rotary_in_place(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .rotary_kernel import launch_rotary
+
+    kv_heads = (qkv.shape[2] - num_heads) // 2
+    q, k, v = qkv.transpose(1, 2).split([num_heads, kv_heads, kv_heads], 1)
+    scale = None if norm_eps is None else qkv.new_empty(*qkv.shape[:2], num_heads + kv_heads, dtype=torch.float32)
+    launch_rotary(qkv, q, k, v, cos, sin, scale, norm_eps, in_place=True)
+    return q, k, v
 
 
 def _empty_split(qkv: Tensor, num_heads: int, norm_eps: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

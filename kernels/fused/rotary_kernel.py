@@ -46,9 +46,10 @@ def rotary_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     INVERSE: tl.constexpr,
+    IN_PLACE: tl.constexpr,  # q, k and v are views of packed: values stay as they are
 ):
     """One program: TOKENS tokens of HEADS heads, which are all query, all key or all value heads."""
-    head_blocks: tl.constexpr = (NUM_HEADS + 2 * KV_HEADS) // HEADS
+    head_blocks: tl.constexpr = (NUM_HEADS + (1 if IN_PLACE else 2) * KV_HEADS) // HEADS
     program = tl.program_id(0)
     first_head = (program % head_blocks) * HEADS
     token_block = program // head_blocks
@@ -122,10 +123,12 @@ def launch_rotary(
     *,
     turned: tuple[Tensor | None, Tensor | None] = (None, None),
     inverse: bool = False,
+    in_place: bool = False,
 ) -> None:
     """Fill q, k, v and, with a norm, scale from `packed`; or `packed` from gradients of them where `inverse`.
 
     turned: the forward's q and k, where there was a norm and `inverse`.
+    in_place: q, k and v are views of `packed`, not `inverse`.
     """
     if interpreting() and packed.dtype.itemsize == 2:
         return _launch_in_float32(packed, q, k, v, cos, sin, scale, norm_eps, turned, inverse)
@@ -140,6 +143,7 @@ def launch_rotary(
             launch_rotary(
                 packed[rows, some], q_part, k_part, v_part, cos[some], sin[some],
                 None if scale is None else scale[rows, some], norm_eps, turned=turned_part, inverse=inverse,
+                in_place=in_place,
             )  # fmt: skip
         return None
     if inverse:
@@ -151,12 +155,12 @@ def launch_rotary(
     tensors = {"packed": packed, "q": q, "k": k, "v": v, "cos": cos, "sin": sin, "scale": scale if normed else None}
     tensors |= dict(zip(("turned_q", "turned_k"), turned, strict=True))
     described = [(x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors.values()]
-    plan = plan_of(("rotary", packed.device, norm_eps, inverse, *described))
-    run(plan, tensors, partial(_launches, norm_eps, inverse))
+    plan = plan_of(("rotary", packed.device, norm_eps, inverse, in_place, *described))
+    run(plan, tensors, partial(_launches, norm_eps, inverse, in_place))
     return None
 
 
-def _launches(norm_eps: float | None, inverse: bool, **given: Tensor | None) -> list[Launch]:
+def _launches(norm_eps: float | None, inverse: bool, in_place: bool, **given: Tensor | None) -> list[Launch]:
     packed, q, k, v, cos, *_ = given.values()
     batch, tokens, _, head_dim = packed.shape
     num_heads, kv_heads = q.shape[1], k.shape[1]
@@ -167,8 +171,9 @@ def _launches(norm_eps: float | None, inverse: bool, **given: Tensor | None) -> 
     constants = {
         "NUM_HEADS": num_heads, "KV_HEADS": kv_heads, "HALF": head_dim // 2,
         "BLOCK_HALF": triton.next_power_of_2(head_dim // 2), "TOKENS": TOKENS, "HEADS": heads, "INVERSE": inverse,
+        "IN_PLACE": in_place,
     }  # fmt: skip
-    grid = batch * triton.cdiv(tokens, TOKENS) * ((num_heads + 2 * kv_heads) // heads)
+    grid = batch * triton.cdiv(tokens, TOKENS) * ((num_heads + (1 if in_place else 2) * kv_heads) // heads)
     return [Launch(rotary_kernel, grid, arguments, constants, {"num_warps": 4})]
 
 
