@@ -313,7 +313,7 @@ class Generation:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # nothing runs on this stream, not a wait: with more streams that are in use each kernel starts later
+        # nothing runs on this stream, so nobody waits for it
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
             graph.capture_begin(capture_error_mode="thread_local")
