@@ -227,7 +227,8 @@ def check_kvcache_call(call: Call, *, causal: bool = True, **options) -> tuple[C
     _check_cache(q, k_cache, v_cache, k_scale, v_scale)
     if k is not None:
         for name, x in (("k_cache", k_cache), ("k_scale", k_scale)):
-            if x is not None and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+            written = x is not None and x.dim() > 1  # those of heads are only read
+            if written and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
                 raise ValueError(f"{name} has strides {x.stride()}: tokens that share memory cannot be appended to")
         for name, x in (("k", new_k), ("v", new_v)):
             if tuple(x.shape) != (batch, num_kv_heads, num_q, head_dim) or x.dtype != q.dtype:

@@ -6,6 +6,7 @@ on a GPU it is one CUDA graph: the model's call, the choice of tokens, their cop
 reads a step's tokens while the next step runs; when a sequence ends, its row goes to the next one in the queue.
 """
 
+import gc
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from model.cache import EIGHT_BIT_DTYPES, KVCache
 from model.free_memory import free_host_bytes
 from model.generation_state import StepState
 from model.gpt import GPT
-from model.inference import can_fuse, hooked, products_of
+from model.inference import can_fuse, hooked, is_ours, products_of
 from model.prompts import Prompts, sent
 from model.sampling import check_sampling, choose_next_token, whole
 
@@ -52,12 +53,13 @@ def generate(
 ) -> Iterator[Drawn]:
     """Continue prompts of any lengths, yielding tokens as they are drawn.
 
-    When a context reaches the model's seq_len, its last half is prefilled again and generation continues; of a longer
-    prompt the last seq_len tokens count. The text of a sequence depends on its prompt, the seed, num_samples and the
-    number of its sample, not on the other prompts, up to the rounding of the logits. Random numbers come from this
-    call's own generator, and the model is copied to the dtype it would run in now (weights already in it are shared),
-    so generating in the middle of training changes nothing. On CUDA a model in eval mode whose weights have that dtype
-    and need no gradient keeps the call's CUDA graph, for the next one of these sizes and options.
+    When a context reaches the model's seq_len (a model of transformers: its longest), its last half is prefilled again
+    and generation continues; of a longer prompt the last seq_len tokens count. The text of a sequence depends on its
+    prompt, the seed, num_samples and the number of its sample, not on the other prompts, up to the rounding of the
+    logits. Random numbers come from this call's own generator, and the model is copied to the dtype it would run in now
+    (weights already in it are shared), so generating in the middle of training changes nothing. On CUDA a model in eval
+    mode whose weights have that dtype and need no gradient keeps the call's CUDA graph, for the next one of these sizes
+    and options.
 
     Args:
         model: not a compiled one.
@@ -186,7 +188,8 @@ class Generation:
         self.on_cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
         # other attentions, those of `attend_with` too, read lengths on the host; hooks and counters see no replay
-        plain = all(block.attention.attend is flash and can_fuse(block) for block in model.blocks) and not hooked(model)
+        plain = all(can_fuse(block) and block.attention.attend is flash for block in model.blocks)
+        plain = plain and is_ours(model) and not hooked(model)
         # inference mode spares the host a fifth of a view or product; but hooks may keep what they see, for a gradient
         self.without_gradient = torch.inference_mode if plain else torch.no_grad
         self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(state.tokens)
@@ -255,7 +258,7 @@ class Generation:
         logits = self._logits(ids[None], prompts)[0]  # (readers, V)
         # what does not matter to the prompts, while a GPU reads them
         state = self.state
-        if state.graph is not None and state.captured != self._what_a_graph_holds():
+        if self.uses_graphs and state.captured != self._what_a_graph_holds():
             state.graph = None
         about = [(row, sequence.sample, sequence.drawn) for row, sequence in taken]
         about = torch.tensor([*zip(*about, strict=True), reader_of], device="cpu")
@@ -278,7 +281,12 @@ class Generation:
         state = self.state
         if self.uses_graphs and self.kind in COMPILED:
             if state.graph is None:
-                state.graph, state.captured = self._captured(), self._what_a_graph_holds()
+                try:
+                    state.graph = self._captured()
+                except torch.OutOfMemoryError:  # during a capture the allocator gives back nothing that it has cached
+                    torch.cuda.empty_cache()
+                    state.graph = self._captured()
+                state.captured = self._what_a_graph_holds()
             state.graph.replay()
             self.cache.count_stored(1)
         else:
@@ -303,22 +311,35 @@ class Generation:
 
     def _what_a_graph_holds(self) -> tuple:
         """All by which captured steps differ: what they do, and where what they read and write is, but for what the
-        state keeps."""
+        state keeps. Kept as long as we are, should the model be given other weights meanwhile."""
         model, cache = self.model, self.cache
         tensors = [model.embedding.weight, model.cos, model.sin, cache.keys, cache.values, *cache.scales]
         tensors += [] if model.head is None else [model.head.weight]
         tensors += [product.weight for block in model.blocks for product in products_of(block)]
         done = [(block.attention.window, block.attention.scale) for block in model.blocks]
+        self.kept = tensors
         return self.kind, done, [x.data_ptr() for x in tensors]
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # nothing runs on this stream, so nobody waits for it
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
-            graph.capture_begin(capture_error_mode="thread_local")
-            self._step()
-            graph.capture_end()
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        # cuBLAS keeps a workspace for each stream: one of this graph's memory, and for it alone
+        torch._C._cuda_clearCublasWorkspaces()
+        gc.disable()  # a model that is gone would give memory back, which no capture survives
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):  # nothing runs on it, so nobody waits for it
+                # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._step()
+                except BaseException:
+                    with suppress(RuntimeError):  # that the capture has failed
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+            torch._C._cuda_clearCublasWorkspaces()
         return graph
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:

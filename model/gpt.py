@@ -238,8 +238,10 @@ class GPT(nn.Module):
     def _apply(self, *arguments, **options) -> "GPT":
         """What `to`, `half`, `to_empty` and the like do to each tensor."""
         tables, self.cos, self.sin = (self.cos, self.sin), None, None
-        super()._apply(*arguments, **options)
-        self.cos, self.sin = tables
+        try:
+            super()._apply(*arguments, **options)
+        finally:  # out of memory, say
+            self.cos, self.sin = tables
         self.make_tables()
         return self
 
@@ -367,12 +369,16 @@ class GPT(nn.Module):
 
         Such a copy returns itself, as copying the modules takes longer than a short prompt.
         """
-        if not self.training and all(w.dtype == dtype and not w.requires_grad for w in self.parameters()):
+        modules = list(self.modules())
+        weights = [w for m in modules for w in m.parameters(recurse=False)]
+        if not any(m.training for m in modules) and all(w.dtype == dtype and not w.requires_grad for w in weights):
             return self
         memo = {
             id(weight): nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in self.parameters()
         }
-        memo |= {id(table): table for table in (self.cos, self.sin)}
+        hooks = [h for m in modules for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+        attends = [block.attention.attend for block in self.blocks if hasattr(block.attention, "attend")]
+        memo |= {id(x): x for x in (self.cos, self.sin, *hooks, *attends)}  # are shared
         return copy.deepcopy(self, memo).eval()
 
     def num_parameters(self) -> int:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from kernels import cross_entropy, linear_cross_entropy
 from model.config import GPTConfig
 from model.generation import Continuation, Drawn
 from model.huggingface_masks import OF_NUMBERS
+from model.inference import in_eval_mode
 from model.positions import positions_in
 
 IMPLEMENTATIONS = {"flash": huggingface.NAME, "tiled": huggingface.NAME, "sdpa": "sdpa", "naive": "eager"}
@@ -255,7 +256,6 @@ class PretrainedLM(nn.Module):
             return logits
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), logits.size(-1))
 
-    @torch.no_grad()
     def continued(
         self, sequences: Iterable[Continuation], uniform: Tensor, choose: Callable, stop_token: int | None
     ) -> Iterator[Drawn]:
@@ -263,25 +263,31 @@ class PretrainedLM(nn.Module):
 
         uniform: (num_samples, max_new_tokens) float64; choose: the token of logits (1, V) and a number (1,) of it.
         """
-        was_training, device = self.training, next(self.parameters()).device
-        self.eval()
-        try:
-            for sequence in sequences:
-                text, given, cache = list(sequence.context), [], None
-                for number in uniform[sequence.sample]:
-                    if len(text) > self.longest:  # its last half is read again
-                        text, cache = text[-(self.longest // 2) :], None
-                    # a model that returns no cache, as OpenAI's first GPT and RecurrentGemma, reads all of it each time
-                    tokens = torch.tensor([text if cache is None else given], device=device)
+        kind = next(self.parameters()).device.type
+        now = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        return self._continued(sequences, uniform, choose, stop_token, now)
+
+    @torch.no_grad()
+    def _continued(
+        self, sequences: Iterable[Continuation], uniform: Tensor, choose: Callable, stop_token: int | None,
+        autocast: Callable[[], torch.autocast],
+    ) -> Iterator[Drawn]:  # fmt: skip
+        device = next(self.parameters()).device
+        for sequence in sequences:
+            text, given, cache = list(sequence.context), [], None
+            for number in uniform[sequence.sample]:
+                if len(text) > self.longest:  # its last half is read again
+                    text, cache = text[-(self.longest // 2) :], None
+                # a model that returns no cache, as OpenAI's first GPT and RecurrentGemma, reads all of it each time
+                tokens = torch.tensor([text if cache is None else given], device=device)
+                with in_eval_mode(self), autocast():
                     found = self.inner(input_ids=tokens, past_key_values=cache, use_cache=True)
-                    logits, cache = found.logits[:, -1], getattr(found, "past_key_values", None)
-                    given = [int(choose(logits[:, : self.vocab_size], number[None]))]
-                    text = text + given
-                    yield [(sequence.number, *given)]
-                    if given == [stop_token]:
-                        break
-        finally:
-            self.train(was_training)
+                logits, cache = found.logits[:, -1], getattr(found, "past_key_values", None)
+                given = [int(choose(logits[:, : self.vocab_size], number[None]))]
+                text = text + given
+                yield [(sequence.number, *given)]
+                if given == [stop_token]:
+                    break
 
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.parameters())
@@ -310,6 +316,7 @@ class PretrainedLM(nn.Module):
         self.inner.save_pretrained(folder)
 
     @torch.compiler.disable
+    @torch.inference_mode(False)  # they are kept, and a gradient may read them
     def _of_shape(self, tokens: Tensor) -> dict[str, Any]:
         """Positions and masks, made once for each shape, so that transformers need not inspect them on the GPU."""
         key = (*tokens.shape, tokens.device)

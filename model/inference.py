@@ -5,11 +5,13 @@ For few tokens, a step of generation, each product is one kernel with all that s
 many, prompts, the library's products add the residual stream and apply GELU.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from kernels import rms_norm, skinny_linear, takes_skinny_linear
 from model.cache import KVCache
@@ -39,14 +41,37 @@ def takes_prefill(x: Tensor) -> bool:
 
 
 def can_fuse(block: nn.Module) -> bool:
-    """Whether no product of the block is another's or has a bias, and nobody hooks on."""
-    attention, mlp, products = block.attention, block.mlp, products_of(block)
+    """Whether all of the block is ours, its products have weights as we made them and no bias, and nobody hooks on."""
+    if not (is_ours(block) and is_ours(block.attention) and is_ours(block.mlp)):
+        return False
+    products = products_of(block)
     plain = all(type(product) in (nn.Linear, Linear8) and product.bias is None for product in products)
-    return plain and not hooked(block, attention, mlp, *products)
+    plain = plain and all(type(p.weight) in (Tensor, nn.Parameter) and p.weight.is_contiguous() for p in products)
+    return plain and not hooked(block, block.attention, block.mlp, *products)
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether its forward is that of model/gpt.py: a subclass may have another."""
+    return type(module).__module__ == f"{__package__}.gpt"
 
 
 def hooked(*modules: nn.Module) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+    """Whether somebody looks at one of the modules, or has put a forward in place of its class's."""
+    watched = (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
+    return _has_any_global_hook() or any(watched)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Within, no module of the model is in training mode; then each is again in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def products_of(block: nn.Module) -> tuple[nn.Module, ...]:

@@ -699,6 +699,17 @@ def test_eight_bits_of_an_odd_head_dim_are_no_whole_words():
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("of_heads", [torch.tensor([0.02]).expand(2), torch.tensor([[0.02, 9.0], [0.01, 9.0]])[:, 0]])
+def test_scales_of_heads_may_have_any_stride(of_heads):
+    q, *caches, k, v, _, _, lengths = bits_case(torch.float32, torch.int8, 16, [40, 33])
+    same = [x.clone() for x in caches]
+    scales = of_heads.to(DEVICE)
+    named = {"cache_seqlens": lengths, "k_scale": scales, "v_scale": scales}
+    found = flash_attention_with_kvcache(q, *caches, k, v, **named)
+    torch.testing.assert_close(found, naive_attention_with_kvcache(q, *same, k, v, **named), rtol=2e-5, atol=2e-5)
+    assert all(map(torch.equal, caches, same))
+
+
 def test_new_values_may_be_stored_in_another_way_than_new_keys():
     """As a projection leaves them, (B, N, H, D) in memory, beside keys that a rotation has copied."""
     q, keys, values, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])

@@ -236,6 +236,42 @@ def test_a_text_goes_on_under_autocast(folder):
         torch.testing.assert_close(last, model(ids)[:, 19:], atol=0.02, rtol=0)
 
 
+def test_a_text_changes_no_mode_of_a_model_between_its_tokens(folder):
+    """Two texts in turns, one of them left half way; a part that is not trained stays as it is."""
+    config = resolved(folder, "sdpa", dropout=0.5)
+    model = build_model(config, 257, 32, device="cpu").train()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    alone = [list(generate(model, [[1, 2]], max_new_tokens=n, temperature=0.0)) for n in (3, 6)]
+    short, long = (generate(model, [[1, 2]], max_new_tokens=n, temperature=0.0) for n in (3, 6))
+    first = [next(short), next(long)]
+    assert [module.training for module in model.modules()] == modes
+    assert [first[:1] + list(short), first[1:] + list(long)] == alone
+    next(generate(model, [[1, 2]], max_new_tokens=6))
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_text_is_in_the_dtype_of_its_call(folder):
+    model, seen = build_model(resolved(folder, "sdpa"), 257, 32, device="cpu"), []
+    model.inner.get_output_embeddings().register_forward_hook(lambda module, given, made: seen.append(made.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = generate(model, [[1, 2]], max_new_tokens=2)
+    list(inside)
+    outside = generate(model, [[1, 2]], max_new_tokens=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        list(outside)
+    assert seen == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "tiled"])
+def test_a_forward_in_inference_mode_keeps_none_from_being_trained(attention, folder):
+    model, tokens = build_model(resolved(folder, attention), 257, 32, device="cpu"), torch.randint(257, (2, 16))
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens, tokens).backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
 def test_generation(folder):
     """Texts do not depend on each other, end at the stop token, and go on past the model's longest context."""
     model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu")

@@ -17,6 +17,7 @@ from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
 from model.attention import SHORT, attend_with
 from model.cache import KVCache, PagedKVCache
 from model.embedding import embed, embedding_bwd
+from model.gpt import Block
 from model.inference import can_fuse
 from model.positions import rope_tables
 
@@ -607,6 +608,18 @@ def test_fused_products_of_a_step_give_the_same_logits(qk_norm, mlp, monkeypatch
                 torch.testing.assert_close(logits, expected[:, first:last], rtol=1e-4, atol=1e-5)
 
 
+def test_a_move_that_fails_leaves_the_model_whole(monkeypatch):
+    model, tokens = small_gpt(), torch.randint(VOCAB, (1, SEQ_LEN))
+    expected = model(tokens)
+
+    def fail(x):
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        model._apply(fail)
+    assert torch.equal(model(tokens), expected)
+
+
 def test_tables_are_made_again_wherever_the_weights_come_from():
     """fp32 beside weights of 16 bits, and of an empty model, too: PyTorch would cast them, or leave them empty."""
     model, tokens = small_gpt(), torch.randint(VOCAB, (1, SEQ_LEN))
@@ -626,8 +639,11 @@ def test_tables_are_made_again_wherever_the_weights_come_from():
     assert not {"cos", "sin"} & model.state_dict().keys()
 
 
-@pytest.mark.parametrize("change", ["bias", "class", "hook", "block's hook"])
-def test_what_is_put_around_a_product_is_there_in_a_step_of_generation(change, monkeypatch):
+CHANGES = "bias", "class", "hook", "block's hook", "every hook", "MLP", "block", "forward", "transposed weight"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_around_a_product_is_there_in_a_step_of_generation(change, monkeypatch, request):
     """As LoRA, probes and quantization do. On a GPU the few tokens of a step go through fused products."""
 
     class Doubled(torch.nn.Linear):
@@ -647,6 +663,18 @@ def test_what_is_put_around_a_product_is_there_in_a_step_of_generation(change, m
             block.attention.qkv.register_forward_hook(lambda module, inputs, output: 2 * output)
         case "block's hook":
             block.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0], *inputs[1:]))
+        case "every hook":
+            hook = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+            request.addfinalizer(hook.remove)
+        case "MLP":
+            block.mlp = torch.nn.Sequential(block.mlp, torch.nn.Tanh())
+        case "block":
+            block.__class__ = type("Twice", (Block,), {"compute": lambda self, x, *a: 2 * Block.compute(self, x, *a)})
+        case "forward":
+            own = block.mlp.forward
+            block.mlp.forward = lambda x: -own(x)
+        case "transposed weight":
+            block.mlp.up.weight = torch.nn.Parameter(block.mlp.up.weight.detach().T.contiguous().T)
     assert not can_fuse(block)
     with torch.no_grad():
         cache, steps = model.make_cache(1), []

@@ -5,7 +5,9 @@ import gc
 from array import array
 from contextlib import nullcontext
 from functools import partial
+from threading import Lock
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -535,6 +537,101 @@ def test_what_a_hook_keeps_may_need_a_gradient(hooked, monkeypatch):
     texts(model, [[1, 2, 3], [4, 5]], max_new_tokens=3)
     assert any(x.is_inference() for x in kept) == (hooked == "none")
     assert len(kept) == (3 if hooked == "none" else 6)
+
+
+class Counter:
+    """Counts calls; its lock cannot be copied."""
+
+    def __init__(self):
+        self.calls, self.lock = 0, Lock()
+
+    def hook(self, *_):
+        self.calls += 1
+
+    def attend(self, attend, *tensors, **options):
+        self.calls += 1
+        return attend(*tensors, **options)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_copy_of_the_model_has_its_hooks_and_its_attention(frozen):
+    model, seen = small_gpt().eval().requires_grad_(not frozen), [Counter() for _ in range(3)]
+    model.blocks[0].register_forward_hook(seen[0].hook)
+    model.blocks[1].mlp.register_forward_pre_hook(seen[1].hook)
+    with attend_with(model, lambda layer, own: partial(seen[2].attend, own)):
+        text(model, [1, 2], max_new_tokens=3)
+    assert [counter.calls for counter in seen] == [3, 3, 6]
+
+
+def test_a_part_in_training_mode_has_no_part_in_a_text():
+    model = small_gpt(dropout=0.5).eval().requires_grad_(False)
+    expected = text(model, [1, 2, 3], max_new_tokens=8, temperature=0.0)
+    model.blocks[1].train()
+    assert text(model, [1, 2, 3], max_new_tokens=8, temperature=0.0) == expected
+    assert model.blocks[1].mlp.training
+    assert not model.blocks[0].training
+
+
+def test_the_weights_that_a_graph_reads_live_as_long_as_its_generation(monkeypatch):
+    model = small_gpt().eval().requires_grad_(False)
+    monkeypatch.setattr("model.generation.flash", model.blocks[0].attention.attend)
+    generation = Generation(model, StepState.of(model, 1, 16, 16, None, None), likeliest, None, 1)
+    before = generation._what_a_graph_holds()
+    weight = ref(model.blocks[0].mlp.up.weight)
+    model.load_state_dict(small_gpt().state_dict(), assign=True)
+    gc.collect()
+    assert weight() is not None
+    assert generation._what_a_graph_holds() != before
+    gc.collect()
+    assert weight() is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()], ids=repr)
+def test_a_capture_that_fails_ends(error, monkeypatch):
+    ends = []
+
+    class Graph:
+        def capture_begin(self, **_):
+            assert not gc.isenabled()
+
+        def capture_end(self):
+            ends.append("end")
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def fail():
+        raise error
+
+    stand_ins = {"Stream": lambda device: None, "stream": nullcontext, "CUDAGraph": Graph}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    model = small_gpt().for_inference(torch.float32)
+    generation = Generation(model, StepState(model.make_cache(1, page=16), None), likeliest, None, 1)
+    monkeypatch.setattr(generation, "_step", fail)
+    with pytest.raises(type(error)):
+        generation._captured()
+    assert ends == ["end"]
+    assert gc.isenabled()
+
+
+def test_a_capture_without_room_is_made_once_more_without_what_is_cached(monkeypatch):
+    asked, graph = [], SimpleNamespace(replay=lambda: asked.append("replay"))
+
+    def captured():
+        asked.append("capture")
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return graph
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty"))
+    model = small_gpt().for_inference(torch.float32)
+    generation = Generation(model, StepState(model.make_cache(1, page=16), None), likeliest, None, 1)
+    generation.uses_graphs, generation._captured = True, captured
+    monkeypatch.setattr("model.generation.COMPILED", {generation.kind})
+    generation.cache.allocate(0)
+    generation._launch([0])
+    assert asked == ["capture", "empty", "capture", "replay"]
+    assert generation.state.graph is graph
 
 
 def test_generation_does_not_ask_for_the_default_device():

@@ -44,7 +44,7 @@ def draw_tokens(
         out: (S,) int64, contiguous, on logits' device: where to write the ids; None: into a new tensor.
 
     Returns:
-        (S,) int64: ids; 0 where logits are NaN.
+        (S,) int64: ids; 0 where all logits of a row are NaN, and any id where one is NaN or inf.
 
     Raises:
         ValueError: another shape, dtype, device or top_k.

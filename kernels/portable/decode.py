@@ -299,7 +299,10 @@ def given_tensors(call: Call, options: Options, tile: DecodeTile | None) -> tupl
     tensors["q"] = q if q.stride(3) == 1 else q.contiguous()
     if call.k_new is not None and (call.k_new.stride() != call.v_new.stride() or call.k_new.stride(3) != 1):
         tensors |= {"k_new": call.k_new.contiguous(), "v_new": call.v_new.contiguous()}
-    for name in ("cache_seqlens", "cache_leftpad", "block_table", "alibi_slopes", "sinks"):
+    read = ["cache_seqlens", "cache_leftpad", "block_table", "alibi_slopes", "sinks"]
+    if call.k_scale is not None and call.k_scale.dim() == 1:  # those of tokens are written, and have strides
+        read += ["k_scale", "v_scale"]
+    for name in read:
         if tensors[name] is not None:
             tensors[name] = tensors[name].contiguous()
     if call.workspace is None:
