@@ -9,8 +9,8 @@ from pathlib import Path
 
 from conf.keys import is_folder_name
 from training.lock import NAME as LOCK
+from training.lock import SWEEP
 
-SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 LOG_OF_ANOTHER = re.compile(r"rank_\d+\.log")  # of several processes, which leave them where they fail
 MADE: set[Path] = set()  # by this process, before anything was checked

@@ -31,7 +31,7 @@ _HYDRAS = {
     r"Additional config directory '(.*?)' not found": "--config-dir={} is not a folder; name one",
     r"(\w+)(?:\. To override| appears more than once)": "+{0} adds a group, and {0} is there; write {0}=NAME",
     r"Error resolving interpolation '(.*?)'": "{} refers to a group that is not chosen; choose each as group=NAME",
-    r"Config group override must be a .* Got (\w+)": "a group takes the name of a file, not {}; leave it out",
+    r"Config group override must be a .* Got (\w+)": "a group takes a file's name, not {}; leave it out, or use ~GROUP",
 }
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 

@@ -74,7 +74,10 @@ class DataConfig:
             value = getattr(self, key)
             if value and value != getattr(DataConfig, key) and self.source not in owners:
                 owner = " or ".join(f"data.source={owner}" for owner in owners)
-                raise ValueError(f"data.{key}={value} is for {owner}, not {self.source}; add that, or drop it")
+                unset = {None: "null", False: "false"}.get(default := getattr(DataConfig, key), default)
+                raise ValueError(
+                    f"data.{key}={value} is for {owner}, not {self.source}; add that, or data.{key}={unset}"
+                )
 
     def _check_hub(self) -> None:
         if not self.name and not self.local_dir:

@@ -95,6 +95,19 @@ def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Iter
             )
 
 
+def refuse_if_not_cached(data: DataConfig) -> None:
+    """ValueError, as of `open_splits`, where without the hub the cache has no such dataset."""
+    import datasets
+
+    offline = datasets.config.HF_HUB_OFFLINE
+    try:
+        datasets.config.HF_HUB_OFFLINE = True
+        with _one_line(data):
+            datasets.load_dataset_builder(data.name, data.config, revision=data.revision)
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
+
+
 def within_reach(name: str, revision: str | None) -> bool:
     """Does the hub answer? That it has no such dataset is an answer, too."""
     from huggingface_hub import HfApi

@@ -58,6 +58,8 @@ def find(patterns: list[str]) -> list[Path]:
             raise ValueError(f"data.files={pattern} cannot be a file ({error.strerror}); check the path") from error
         if path.is_dir():
             there = {file.suffix for file in path.iterdir()}
+            if not there:
+                raise ValueError(f"data.files={pattern} is an empty folder; give one with files, or a file")
             named = next((f"*{ending}" for ending in (".txt", *KINDS) if ending in there), "**")  # in its folders, too
             files = shlex.quote(f"{glob.escape(pattern.rstrip('/'))}/{named}")
             raise ValueError(f"data.files={pattern} is a folder; use data.files={files}")

@@ -139,7 +139,7 @@ class GPTConfig:
         if self.n_embd % self.num_heads:
             raise ValueError(
                 f"model.n_embd={self.n_embd} is not a multiple of model.num_heads={self.num_heads}; "
-                f"use n_embd={round_up(self.n_embd, self.num_heads)} or another number of heads"
+                f"use n_embd={round_up(self.n_embd, 2 * self.num_heads)} or another number of heads"
             )
         if self.num_heads % self.kv_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]

@@ -37,14 +37,12 @@ SIZES = {
     "num_kv_heads": "num_key_value_heads",
     "n_embd": "hidden_size",
 }
-OURS = ("mlp", "mlp_hidden", "qk_norm", "qk_gain", "tie_embeddings", "window", "mask", "rope_base")
+OURS = ("mlp", "mlp_hidden", "qk_norm", "qk_gain", "tie_embeddings", "window", "mask", "rope_base", "zero_init")
 MODES = ("none", "full")
 # what their code raises over a config.json whose values do not fit each other or the weights
 MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 # of a generation_config.json, what only sampling reads
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-
-
 # of no model, but of its files, its versions and the memory it takes
 NOT_DESCRIBED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 _KEPT: dict[str, dict[str, Any]] = {}  # name -> `described`, as a checkpoint has it
@@ -96,11 +94,15 @@ def sized(config: GPTConfig) -> GPTConfig:
 
 def their_config(config: GPTConfig) -> Any:
     """Its configuration in transformers, with our dropout in the place of theirs. Raises ValueError."""
-    theirs = _their_own(config.name)
+    theirs, found = _their_own(config.name), set()
     for part in _with_parts(theirs):
         for key, value in vars(part).items():
             if type(value) in (int, float) and _is_dropout(key):  # some files say 0 for 0.0
-                setattr(part, key, config.attention_dropout if "att" in key else config.dropout)
+                found.add(ours := "attention_dropout" if "att" in key else "dropout")
+                setattr(part, key, getattr(config, ours))
+    if missing := [key for key in ("attention_dropout", "dropout") if key not in found and getattr(config, key)]:
+        key = missing[0]
+        raise ValueError(f"{config.name} has no such dropout as model.{key}={getattr(config, key)}; use model.{key}=0")
     return theirs
 
 
@@ -272,14 +274,13 @@ class PretrainedLM(nn.Module):
         self, sequences: Iterable[Continuation], uniform: Tensor, choose: Callable, stop_token: int | None,
         autocast: Callable[[], torch.autocast],
     ) -> Iterator[Drawn]:  # fmt: skip
-        device = next(self.parameters()).device
         for sequence in sequences:
             text, given, cache = list(sequence.context), [], None
             for number in uniform[sequence.sample]:
                 if len(text) > self.longest:  # its last half is read again
                     text, cache = text[-(self.longest // 2) :], None
                 # a model that returns no cache, as OpenAI's first GPT and RecurrentGemma, reads all of it each time
-                tokens = torch.tensor([text if cache is None else given], device=device)
+                tokens = torch.tensor([text if cache is None else given], device=next(self.parameters()).device)
                 with in_eval_mode(self), autocast():
                     found = self.inner(input_ids=tokens, past_key_values=cache, use_cache=True)
                 logits, cache = found.logits[:, -1], getattr(found, "past_key_values", None)

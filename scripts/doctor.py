@@ -30,7 +30,7 @@ from conf.program import program
 from conf.schema import Settings
 from data import Dataset, build_tokenizer, open_dataset, tokenizer_state
 from data.dataset import digest, locate
-from data.hub import within_reach
+from data.hub import refuse_if_not_cached, within_reach
 from kernels import why_not
 from kernels.device import HAS_TRITON
 from model import GPT, GPTConfig, build_model, resolve_model
@@ -199,8 +199,9 @@ def text(settings: Settings) -> Finding:
     fingerprint = digest(identity)
     facts, said = {"fingerprint": fingerprint, "tokenized": False}, f"{path.name} is not tokenized yet"
     if "hub" in identity and not within_reach(config.name, config.revision):
-        fix = "without a network: data.local_dir=FOLDER with the dataset's files"
-        return Finding(f"{said}, and the Hugging Face hub does not answer; its cache may hold the text", fix, facts)
+        refuse_if_not_cached(config)
+        fix = "if the cache has not all of its splits: data.local_dir=FOLDER with the dataset's files"
+        return Finding(f"{said}, and the Hugging Face hub does not answer; the run will read its cache", fix, facts)
     return Finding(f"{said}; the run will do it (fingerprint {fingerprint[:12]})", facts=facts)
 
 

@@ -30,7 +30,7 @@ from kernels.device import HAS_TRITON
 from model import ATTENTION, GPT, attend_with
 from scripts.bench.report import Columns, Report, colour, refuse_out_of_range, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, final_losses, judge, limits_of, noise, stress
-from scripts.variants import MUTANTS, Attention, nulls, train_once
+from scripts.variants import MUTANTS, Attention, nulls, refuse_to_resume, train_once
 from training.checkpoint import open_checkpoint
 from training.curves import picture
 from training.hardware import set_up
@@ -65,9 +65,11 @@ class ParitySettings(Settings):
 
 @program("config", ParitySettings, experiment="parity", run_dir="runs/parity")
 def main(settings: ParitySettings, run_dir: Path) -> None:
+    refuse_to_resume(settings)
     if HAS_TRITON and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
-        print("no GPU: flash runs in Triton's interpreter, which is right and very slow")
+        if "flash" in settings.parity.attention:
+            print("no GPU: flash runs in Triton's interpreter, which is right and very slow")
     repeats = settings.parity.repeats
     if not (run_parity(settings, run_dir)["passes"] if repeats == 1 else repeat(settings, run_dir, repeats)):
         sys.exit(FAILED)

@@ -40,10 +40,14 @@ def train_once(settings: Settings, folder: Path, attend: Attention | None = None
     return {"losses": losses, "val_loss": summary.get("val_loss", math.nan), "seconds": summary["seconds"]}
 
 
-def train_aside(settings: Settings, folder: Path, attend: Attention | None = None) -> dict[str, Any]:
-    """`train` in a folder of its own, with what it printed in console.txt there; the summary."""
+def refuse_to_resume(settings: Settings) -> None:
+    """ValueError; for a program of several runs to ask before the first."""
     if settings.resume:
         raise ValueError(f"resume={settings.resume} goes on with one run, and these are several; leave it out")
+
+
+def train_aside(settings: Settings, folder: Path, attend: Attention | None = None) -> dict[str, Any]:
+    """`train` in a folder of its own, with what it printed in console.txt there; the summary."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         summary = train(settings, folder, attend=attend)

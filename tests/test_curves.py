@@ -294,6 +294,17 @@ def test_runs_are_called_by_what_differs(tmp_path, settings, expected):
     assert runs_below(tmp_path / "sweep") == folders
     assert runs_below(tmp_path) == folders  # of a name, whose sweeps are folders by their time
     assert runs_below(folders[0]) == folders[:1]
+    (tmp_path / "sweep" / "multirun.yaml").write_text("")
+    alone = written(tmp_path / "alone", RECORDS, **WIDE)
+    assert runs_below(tmp_path) == [alone, *folders]  # a run of that name, and a sweep's
+
+
+def test_all_runs_of_all_names_are_those_of_sweeps_too(tmp_path):
+    alone = written(tmp_path / "mine" / "now", RECORDS)
+    folders = [written(tmp_path / "mine" / "then" / str(n), RECORDS) for n in range(2)]
+    written(alone / "of a program", RECORDS)
+    (folders[0].parent / "multirun.yaml").write_text("")
+    assert runs_below(tmp_path) == [alone, *folders]
 
 
 def test_runs_of_their_own_that_differ_in_much_are_called_by_their_folders(tmp_path):

@@ -534,8 +534,11 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
         ({"source": "hub", "name": "./mine"}, "data.name=./mine is no dataset of the Hugging Face hub"),
         ({"source": "hub", "name": "a/b/c"}, "data.name=a/b/c is no dataset"),
         ({"source": "hub", "name": "a/b", "documents": "lines"}, "data.documents=lines"),
-        ({"files": "a.txt"}, "data.files=['a.txt'] is for data.source=text, not embedded; add that, or drop it"),
-        ({"local_dir": "x"}, "data.local_dir=x is for data.source=hub, not embedded; add that, or drop it"),
+        (
+            {"files": "a.txt"},
+            "data.files=['a.txt'] is for data.source=text, not embedded; add that, or data.files=null",
+        ),
+        ({"local_dir": "x"}, "data.local_dir=x is for data.source=hub, not embedded; add that, or data.local_dir=null"),
         ({"text_field": "body"}, "data.text_field=body is for data.source=text or data.source=hub"),
         ({"source": "text", "files": "a", "streaming": True}, "data.streaming=True is for data.source=hub"),
         ({"cache_dir": ""}, "data.cache_dir='' is empty; use data.cache_dir=~/.cache/flashgpt/data"),

@@ -135,6 +135,11 @@ def no_network(place: Place) -> None:
     without_network(place.patch, place.path)
 
 
+def cached(place: Place) -> None:
+    no_network(place)
+    place.patch.setattr("datasets.load_dataset_builder", lambda *_, **__: None)
+
+
 def full_disk(place: Place) -> None:
     usage = type("Usage", (), {"free": 10**6})()
     place.patch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -243,8 +248,10 @@ CASES = [
          setup=lambda place: (place.path / "cache").write_text("")),
     Case("a mask for one document", "data", "the text is a single document", "leave data.document_mask out",
          ["data.document_mask=true", "model.attention=naive"], finished, NOTE),
-    Case("the hub out of reach", "data", "the Hugging Face hub does not answer", "data.local_dir=FOLDER",
-         ["data=wikitext2", "~data.files", "data.seq_len=32"], no_network, NOTE),
+    Case("the hub out of reach", "data", "cannot be had from the Hugging Face hub", "data.local_dir=FOLDER",
+         ["data=wikitext2", "~data.files", "data.seq_len=32"], no_network),
+    Case("the hub out of reach of a text in its cache", "data", "the run will read its cache", "data.local_dir=FOLDER",
+         ["data=wikitext2", "~data.files", "data.seq_len=32"], cached, NOTE),
     Case("GPT-2's vocabulary out of reach", "tokenizer", "could not be downloaded", "TIKTOKEN_CACHE_DIR",
          ["tokenizer=gpt2"], no_network),
     Case("a slow CPU", "speed", "s a step on this CPU", "use model=tiny", setup=any_step_is_slow, status=NOTE),

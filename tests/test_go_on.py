@@ -73,7 +73,7 @@ def test_what_a_stopped_run_advises_goes_on_when_pasted_and_ends_with_the_same_b
     advised = next(line for line in stopped.out.splitlines() if line.startswith("  ")).strip()
     pasted = subprocess.run(f"{advised} train.max_hours=null", shell=True, capture_output=True, text=True, timeout=300)
     assert pasted.returncode == 0, pasted.stderr
-    assert changes(pasted.stdout) == ["train.max_hours 1e-09 -> None"]
+    assert changes(pasted.stdout) == ["train.max_hours 1e-9 -> null"]
     run = Path("""it's "mine", a=b""")
     assert metrics(run) == metrics(Path("whole"))
     assert contents(open_checkpoint(run)) == contents(open_checkpoint("whole"))
@@ -134,10 +134,10 @@ def test_the_command_is_for_the_shell_that_the_run_began_in(monkeypatch, tmp_pat
 
 def test_the_command_line_changes_on_top(here, train):
     assert train(*OWN, "train.max_hours=1e-9").code == 75
-    assert changes(train("resume=auto", "name=mine", "optim.lr=1e-3").out) == ["optim.lr 0.002 -> 0.001"]
+    assert changes(train("resume=auto", "name=mine", "optim.lr=1e-3").out) == ["optim.lr 2e-3 -> 1e-3"]
     # an experiment and a group that were typed again are those of the run, with its context, files and rate
     again = train("resume=auto", "data=text", "optim=adamw", "name=mine", "experiment=quickstart", "train.max_hours=1")
-    assert changes(again.out) == ["train.max_hours 1e-09 -> 1.0"]
+    assert changes(again.out) == ["train.max_hours 1e-9 -> 1"]
     assert "settings   the run's own; experiment is not read again" not in again.out  # it is the program's default
     needs_files = train("resume=auto", "name=mine", "experiment=shakespeare", "train.max_hours=1")
     assert needs_files.code == 0, needs_files.error  # it has some
@@ -210,6 +210,16 @@ def test_auto_takes_the_newest_by_time_and_says_what_it_took(here, train):
     assert f"resumed    nothing: {newest} has no checkpoint yet" in train("resume=auto", "name=mine").out
 
 
+def test_auto_says_how_the_last_sweep_of_a_name_goes_on(here, train):
+    for time in ("2026-01-01_00-00-00", "2026-01-02_00-00-00"):
+        (Path("runs/mine") / time / "0" / "checkpoints").mkdir(parents=True)
+        (Path("runs/mine") / time / "multirun.yaml").write_text("")
+    last = "hydra.sweep.dir=runs/mine/2026-01-02_00-00-00 goes on with the sweep there"
+    assert last in train(*OWN, "resume=auto").out
+    member = "hydra.run.dir=runs/mine/2026-01-02_00-00-00/1"
+    assert last.replace("02_", "01_") in train(*OWN, "resume=auto", member).out
+
+
 def test_a_run_that_goes_on_with_nothing_replaces_nobodys_files(here, train):
     Path("ours").mkdir()
     for name in ("config.yaml", "metrics.jsonl"):
@@ -259,7 +269,7 @@ def test_settings_of_another_version_or_of_a_stranger_refer_to_nothing(here, tra
     monkeypatch.setattr("training.checkpoint.fingerprint", lambda path: json.loads(manifest.read_text())[path.name])
     found = train("resume=auto", "name=mine", "train.max_hours=null")
     assert found.code == 0, found.error
-    assert changes(found.out) == ["optim.of_yesterday 1 -> None", "train.max_hours 1e-09 -> None"]
+    assert changes(found.out) == ["optim.of_yesterday 1 -> null", "train.max_hours 1e-9 -> null"]
     assert yaml.safe_load((the_run() / "config.yaml").read_text())["logger"]["group"] == "${oc.env:HOME}"
 
 

@@ -238,7 +238,7 @@ def test_a_text_goes_on_under_autocast(folder):
 
 def test_a_text_changes_no_mode_of_a_model_between_its_tokens(folder):
     """Two texts in turns, one of them left half way; a part that is not trained stays as it is."""
-    config = resolved(folder, "sdpa", dropout=0.5)
+    config = resolved(folder, "tiled", attention_dropout=0.5)
     model = build_model(config, 257, 32, device="cpu").train()
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
@@ -381,7 +381,7 @@ def test_documents_that_cannot_be_kept_apart_are_refused_before_the_run(tmp_path
 
 OF_OURS = {
     "mlp": "relu2", "mlp_hidden": 99, "qk_norm": True, "tie_embeddings": False, "window": 7,
-    "mask": "prefix:3", "rope_base": 5e5, "num_heads": 8, "num_kv_heads": 1, "n_embd": 96,
+    "mask": "prefix:3", "rope_base": 5e5, "zero_init": True, "num_heads": 8, "num_kv_heads": 1, "n_embd": 96,
 }  # fmt: skip
 
 
@@ -393,6 +393,13 @@ OF_OURS = {
 def test_what_describes_a_gpt_of_ours_is_refused(folder, changed, match):
     with pytest.raises(ValueError, match=match):
         resolved(folder, "sdpa", **changed)
+
+
+def test_a_dropout_that_their_configuration_has_not_is_refused(folders):
+    llama = folders["Llama"]
+    build_model(resolved(llama, "tiled", attention_dropout=0.3), 257, 32, device="cpu")
+    with pytest.raises(ValueError, match=r"theirs has no such dropout as model.dropout=0.3; use model.dropout=0"):
+        build_model(resolved(llama, "sdpa", dropout=0.3), 257, 32, device="cpu")
 
 
 def test_refusals(folder, tmp_path):
@@ -616,7 +623,7 @@ def test_a_batch_of_another_shape_has_its_own_positions(folder):
 
 
 def test_the_longest_context_is_read_whole_and_then_its_last_half(folder):
-    model = build_model(resolved(folder, "tiled", dropout=0.5, attention_dropout=0.5), 257, 64, device="cpu")
+    model = build_model(resolved(folder, "tiled", attention_dropout=0.5), 257, 64, device="cpu")
     text = list(range(64))
     steps = generate(model, [text], max_new_tokens=3, temperature=0.0)
     texts = [text]

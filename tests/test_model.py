@@ -515,7 +515,7 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
         ({"mask": 5}, "model.mask=5 must be a text or None"),
         ({"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
         ({"mlp_hidden": -3}, "model.mlp_hidden=-3 must be at least 1"),
-        ({"n_embd": 66}, "model.n_embd=66 is not a multiple of model.num_heads=4; use n_embd=68"),
+        ({"n_embd": 66}, "model.n_embd=66 is not a multiple of model.num_heads=4; use n_embd=72"),
         ({"num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4; use one of 1, 2, 4"),
         ({"n_embd": 60}, "odd head_dim 15, and RoPE turns pairs; use n_embd=64"),
         ({"dropout": 1.0}, "model.dropout=1.0 must be at least 0 and below 1"),

@@ -14,7 +14,7 @@ import torch
 
 from kernels import naive_attention
 from scripts import parity, variants
-from scripts.parity import ParityConfig, ParitySettings, plan_runs, run_parity, with_one_micro_batch
+from scripts.parity import ParityConfig, ParitySettings, main, plan_runs, run_parity, with_one_micro_batch
 from scripts.parity_verdict import QUANTITIES, TOLERANCE, fault, final_losses, judge, limits_of, noise
 from scripts.variants import MUTANTS, nulls, train_once
 from tests.runs import settings, small_run
@@ -105,6 +105,13 @@ def test_a_null_is_compiled_as_the_run_that_it_is_beside():
 def test_what_judges_nothing_is_refused():
     with pytest.raises(ValueError, match=r"parity.attention=\[\] judges nothing; name one"):
         ParityConfig(attention=[])
+
+
+def test_a_run_to_go_on_with_is_refused_before_the_first_one(tmp_path, capsys):
+    chosen = settings("resume=auto", schema=ParitySettings, experiment="parity")
+    with pytest.raises(ValueError, match="resume=auto goes on with one run, and these are several; leave it out"):
+        main.__wrapped__(chosen, tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("typed", "orders"), [((), [5, 6, 7]), (("train.data_seed=9",), [9, 10, 11])])

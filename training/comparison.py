@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from training.curves import curve, draw_losses, picture, read_run
-from training.lock import holder
+from training.lock import SWEEP, holder
 
 # key of a record -> an axis. Not wall time: the first run of a sweep starts up and compiles for all that follow
 MEASURES = {"step": "steps", "tokens": "tokens", "training_seconds": "seconds of training steps"}
@@ -26,6 +26,8 @@ def runs_below(folder: Path) -> list[Path]:
     for pattern in ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl"):
         runs = [file.parent for file in folder.glob(pattern)]
         if runs:
+            of_sweeps = [file.parent for file in folder.glob(f"*/{pattern}")]  # beside runs of one
+            runs += [run for run in of_sweeps if (run.parent / SWEEP).is_file()]
             shown = list(filter(_has_a_line, runs)) or runs
             for run in sorted({*runs} - {*shown}):
                 print(f"left out: {run} has no line of metrics yet")
@@ -63,10 +65,10 @@ def labels(folders: list[Path]) -> list[str]:
         return by_folder
     settings = [settings_of(folder) for folder in folders]
     keys = list(dict.fromkeys(key for each in settings for key in each if key.split(".")[0] not in _NOT_COMPARED))
-    keys = [key for key in keys if len({_shown(each.get(key)) for each in settings}) > 1]
+    keys = [key for key in keys if len({as_typed(each.get(key)) for each in settings}) > 1]
     if len(keys) > 3 and len({folder.resolve().parent for folder in folders}) == 1:
         keys = _distinguishing(keys, settings)
-    named = [", ".join(f"{key}={_shown(each.get(key))}" for key in keys) for each in settings]
+    named = [", ".join(f"{key}={as_typed(each.get(key))}" for key in keys) for each in settings]
     return named if 0 < len(keys) <= 3 and len(set(named)) == len(named) else by_folder
 
 
@@ -74,7 +76,7 @@ def _distinguishing(keys: list[str], settings: list[dict[str, Any]]) -> list[str
     """Those of `keys`, in their order, that distinguish runs which the keys before them do not."""
     chosen: list[str] = []
     for key in keys:
-        apart = [len({tuple(_shown(s.get(k)) for k in some) for s in settings}) for some in (chosen, [*chosen, key])]
+        apart = [len({tuple(as_typed(s.get(k)) for k in some) for s in settings}) for some in (chosen, [*chosen, key])]
         if apart[1] > apart[0]:
             chosen.append(key)
     return chosen
@@ -105,7 +107,7 @@ def flat(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     return values
 
 
-def _shown(value: Any) -> str:
+def as_typed(value: Any) -> str:
     """A value as one would type it: 1e-3 in place of 0.001."""
     if not isinstance(value, float):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

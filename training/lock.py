@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NAME = "lock"
+SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 TRIES = 10  # of taking it, a hundredth of a second apart
 
 

@@ -16,7 +16,8 @@ from data import DataConfig
 from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
-from training.comparison import flat, settings_of
+from training.comparison import as_typed, flat, settings_of
+from training.lock import SWEEP
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
@@ -137,7 +138,7 @@ def refuse_unless_same(
     for group, key, otherwise in (("optim", "name", ""), ("train", "batch_tokens", anew)):
         old, new = before[group].get(key), settings[group][key]
         if old != new:
-            raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}{otherwise}")
+            raise _was_another(here, f"{group}.{key}", old, new, otherwise)
 
 
 def refuse_unless_it_fits(
@@ -188,13 +189,25 @@ def _refuse_another_model(
     for key, new in sorted(settings["model"].items(), key=lambda item: item[0] != "name"):  # the others follow from it
         old = before.get(key, getattr(GPTConfig, key, None))  # a checkpoint from before there was such a key
         if old != new and key not in may_change and not (moved and key == "name"):
-            raise ValueError(f"{here} was trained with model.{key}={old}, this run has {new}; use {old}")
+            raise _was_another(here, f"model.{key}", old, new)
     if then and now and not moved:
         key = min(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
         raise ValueError(
             f"{here} was trained with {key}={then.get(key)} of {settings['model']['name']}, whose config.json says "
             f"{now.get(key)} now; put it back"
         )
+
+
+def newest_sweep(run: Path) -> Path | None:
+    """The newest sweep of the run's name that has checkpoints, but for its own; None where there is none."""
+    of_name = run.parent.parent if (run.parent / SWEEP).is_file() else run.parent
+    sweeps = {path.parent.parent for path in of_name.glob("*/*/checkpoints") if (path.parents[1] / SWEEP).is_file()}
+    return max(sweeps - {run.parent}, key=lambda sweep: sweep.name, default=None)
+
+
+def _was_another(here: str, key: str, old: Any, new: Any, otherwise: str = "") -> ValueError:
+    old, new = as_typed(old), as_typed(new)
+    return ValueError(f"{here} was trained with {key}={old}, this run has {new}; use {old}{otherwise}")
 
 
 def state_of(optimizer: Optimizer, check: NumberCheck, best_loss: float, device: torch.device) -> dict[str, Any]:
@@ -249,7 +262,7 @@ def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: C
     before, now = flat(checkpoint.meta["settings"]), flat(description["settings"])
     for key in sorted(before | now):
         if before.get(key) != now.get(key) and key != "resume":
-            say(f"changed    {key} {before.get(key)} -> {now.get(key)}")
+            say(f"changed    {key} {as_typed(before.get(key))} -> {as_typed(now.get(key))}")
     texts = [of["data_fingerprint"] for of in (checkpoint.meta, description)]
     if texts[0] != texts[1]:
         say(f"changed    the text itself {texts[0][:12]} -> {texts[1][:12]}")

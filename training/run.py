@@ -147,7 +147,9 @@ class Run:
         if self.hardware.device.type == "cuda":
             lines.append(f"graphs     {'on' if self.graphs else 'off'} ({self.graphs_reason})")
         if self.settings["resume"] == "auto" and not self.resumed:
-            lines.append(f"resumed    nothing: {run_dir} has no checkpoint yet; it begins at its first step")
+            sweep = resume.newest_sweep(run_dir)
+            another = f"; hydra.sweep.dir={sweep} goes on with the sweep there" if sweep else ""
+            lines.append(f"resumed    nothing: {run_dir} has no checkpoint yet; it begins at its first step{another}")
         if self.initial:
             lines.append(f"weights    of {self.initial.path} after {self.initial.step} steps; all else begins anew")
         if self.hardware.device.type == "cpu":

@@ -33,7 +33,7 @@ from conf.schema import Settings
 from data import fixed_windows
 from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, train_opponent
 from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_out_of_range, refuse_unknown, table
-from scripts.variants import train_aside
+from scripts.variants import refuse_to_resume, train_aside
 from training.curves import picture, read_run
 from training.evaluate import EvaluationSet, evaluate
 from training.run import Run, resolve
@@ -74,6 +74,7 @@ class TimeToLossSettings(Settings):
 
 @program("config", TimeToLossSettings, experiment="shakespeare", run_dir="runs/bench_time_to_loss")
 def main(settings: TimeToLossSettings, run_dir: Path) -> None:
+    refuse_to_resume(settings)
     bench = settings.bench
     quiet = {"eval_every": bench.every, "log_every": bench.every, "sample_tokens": 0, "save_every": 0}
     settings = replace(settings, train=replace(settings.train, **quiet))
