@@ -3,6 +3,7 @@
 A run may be finished, under way or killed; the runs of a sweep are called by what differs between them.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def flat(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
 
 def as_typed(value: Any) -> str:
     """A value as one would type it: 1e-3 in place of 0.001."""
-    if not isinstance(value, float):
+    if not isinstance(value, float) or not math.isfinite(value):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     mantissa, exponent = f"{value:.6e}".split("e")
     return min(f"{value:g}", f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}", key=len)
