@@ -394,7 +394,7 @@ CONFIGURATIONS = [
 
 DATA = [
     Case("empty", X, ["{p}/x.txt is empty"], text(b"")),
-    Case("one token", X, ["the train split has 0", "use a longer text"], text(b"a")),
+    Case("one token", X, ["the train split has 0 of the two tokens", "use a longer text"], text(b"a")),
     Case("not UTF-8", X, ["{p}/x.txt is not UTF-8 (byte 3)", "iconv"], text(b"caf\xe9 au lait" * 99)),
     Case("UTF-16", X, ["not UTF-8 (byte 0)"], text(("hello " * 99).encode("utf-16"))),
     Case("shorter than a window", X, ["data.seq_len=32", "validation split has 24"], text(b"hello world\n" * 20)),
