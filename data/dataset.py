@@ -112,7 +112,7 @@ def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None
         remedy += f", or another data.validation_fraction than {data.validation_fraction:g}"
     asked = f"data.seq_len={data.seq_len}" + (" with data.shift_windows" if windows_of[split] > 1 else "")
     tokens = len(dataset.tokens[split])
-    if longest == 0:
+    if tokens < 2:
         raise ValueError(f"the {split} split has {tokens} of the two tokens that a prediction takes; {remedy}")
     raise ValueError(f"{asked} needs {needed[split]} tokens, the {split} split has {tokens}; {remedy}")
 
