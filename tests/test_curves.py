@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.runs import SMALL, small_run, told
 from tests.test_text import Echo
 from train import train
 from training import comparison, curves
-from training.comparison import compare, labels, loss_at, runs_below, show_sweep, state
+from training.comparison import as_typed, compare, labels, loss_at, runs_below, show_sweep, state
 from training.curves import LossPicture, draw_run, read_run
 from training.lock import locked
 from training.log import ROOT
@@ -297,6 +298,15 @@ def test_runs_are_called_by_what_differs(tmp_path, settings, expected):
     (tmp_path / "sweep" / "multirun.yaml").write_text("")
     alone = written(tmp_path / "alone", RECORDS, **WIDE)
     assert runs_below(tmp_path) == [alone, *folders]  # a run of that name, and a sweep's
+
+
+@pytest.mark.parametrize(("value", "typed"), [
+    (0.001, "1e-3"), (1e4, "1e4"), (0.0015, "0.0015"), (0.0, "0"), (20 / 3, "6.666666666666667"), (math.inf, "inf"),
+    (None, "null"), (True, "true"), ("a", "a"),
+])  # fmt: skip
+def test_a_value_is_shown_as_it_is_typed(value, typed):
+    """With all of its digits: who types it has the same number."""
+    assert as_typed(value) == typed
 
 
 def test_all_runs_of_all_names_are_those_of_sweeps_too(tmp_path):

@@ -5,6 +5,7 @@ A run may be finished, under way or killed; the runs of a sweep are called by wh
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,10 @@ def labels(folders: list[Path]) -> list[str]:
         return by_folder
     settings = [settings_of(folder) for folder in folders]
     keys = list(dict.fromkeys(key for each in settings for key in each if key.split(".")[0] not in _NOT_COMPARED))
-    keys = [key for key in keys if len({as_typed(each.get(key)) for each in settings}) > 1]
+    keys = [key for key in keys if len({_shown(each.get(key)) for each in settings}) > 1]
     if len(keys) > 3 and len({folder.resolve().parent for folder in folders}) == 1:
         keys = _distinguishing(keys, settings)
-    named = [", ".join(f"{key}={as_typed(each.get(key))}" for key in keys) for each in settings]
+    named = [", ".join(f"{key}={_shown(each.get(key))}" for key in keys) for each in settings]
     return named if 0 < len(keys) <= 3 and len(set(named)) == len(named) else by_folder
 
 
@@ -77,7 +78,7 @@ def _distinguishing(keys: list[str], settings: list[dict[str, Any]]) -> list[str
     """Those of `keys`, in their order, that distinguish runs which the keys before them do not."""
     chosen: list[str] = []
     for key in keys:
-        apart = [len({tuple(as_typed(s.get(k)) for k in some) for s in settings}) for some in (chosen, [*chosen, key])]
+        apart = [len({tuple(_shown(s.get(k)) for k in some) for s in settings}) for some in (chosen, [*chosen, key])]
         if apart[1] > apart[0]:
             chosen.append(key)
     return chosen
@@ -108,12 +109,18 @@ def flat(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     return values
 
 
+def _shown(value: Any) -> str:
+    """As typed, but no more digits than tell runs apart."""
+    return as_typed(float(f"{value:.6e}") if isinstance(value, float) else value)
+
+
 def as_typed(value: Any) -> str:
     """A value as one would type it: 1e-3 in place of 0.001."""
     if not isinstance(value, float) or not math.isfinite(value):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    mantissa, exponent = f"{value:.6e}".split("e")
-    return min(f"{value:g}", f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}", key=len)
+    mantissa, exponent = f"{Decimal(repr(value)):e}".split("e")
+    scientific = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+    return min(repr(value).removesuffix(".0"), scientific, key=len)
 
 
 def draw_runs(runs: list[dict[str, Any]], names: list[str], path: Path) -> None:
