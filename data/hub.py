@@ -51,11 +51,11 @@ def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path
     import datasets
 
     splits = {"train": data.split, "validation": data.validation_split, "test": data.test_split}
-    offline = datasets.config.HF_HUB_OFFLINE
-    try:
+    with _one_line(data):
+        # without a network `datasets` retries for 23 s before it looks into its cache; offline it looks at once
+        offline = datasets.config.HF_HUB_OFFLINE or bool(folder) or not within_reach(data.name, data.revision)
+    with _hub(offline):
         with _one_line(data):
-            # without a network `datasets` retries for 23 s before it looks into its cache; offline it looks at once
-            datasets.config.HF_HUB_OFFLINE = offline or bool(folder) or not within_reach(data.name, data.revision)
             builder = datasets.load_dataset_builder(str(folder or data.name), data.config, revision=data.revision)
             if hasattr(builder.config, "on_mixed_types"):
                 builder.config.on_mixed_types = None  # else one number makes JSON with quotes of every text
@@ -70,8 +70,6 @@ def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path
                 builder.download_and_prepare()
                 read = builder.as_dataset
             tables = {split: read(spec) for split, spec in splits.items() if spec}
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline
     return {split: partial(_texts, data, split, table, modified_ns) for split, table in tables.items()}, builder.hash
 
 
@@ -99,13 +97,20 @@ def refuse_if_not_cached(data: DataConfig) -> None:
     """ValueError, as of `open_splits`, where without the hub the cache has no such dataset."""
     import datasets
 
-    offline = datasets.config.HF_HUB_OFFLINE
+    with _hub(offline=True), _one_line(data):
+        datasets.load_dataset_builder(data.name, data.config, revision=data.revision)
+
+
+@contextmanager
+def _hub(offline: bool) -> Iterator[None]:
+    """Within, `datasets` asks the hub, or its cache alone."""
+    from datasets import config
+
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, offline
     try:
-        datasets.config.HF_HUB_OFFLINE = True
-        with _one_line(data):
-            datasets.load_dataset_builder(data.name, data.config, revision=data.revision)
+        yield
     finally:
-        datasets.config.HF_HUB_OFFLINE = offline
+        config.HF_HUB_OFFLINE = before
 
 
 def within_reach(name: str, revision: str | None) -> bool:
