@@ -324,15 +324,16 @@ class PagedKVCache(KVCache):
                 f"row {row} of the KV cache needs a page, {wanted} with the other rows, and {len(self.free_pages)} of "
                 f"{len(self.ref_counts)} are free; free a row or make a cache with more pages"
             )
-        rows, columns, pages = [], [], []
-        for row, count in pages_for.items():
-            for _ in range(count):
-                page = self.free_pages.pop()
+        if wanted:
+            pages, rows, columns, begin = self.free_pages[: -wanted - 1 : -1], [], [], 0
+            del self.free_pages[-wanted:]
+            for page in pages:
                 self.ref_counts[page] = 1
-                rows.append(row)
-                columns.append(len(self.row_pages[row]))
-                pages.append(page)
-                self.row_pages[row].append(page)
-        if pages:
+            for row, count in pages_for.items():
+                held = self.row_pages[row]
+                rows += [row] * count
+                columns += range(len(held), len(held) + count)
+                held += pages[begin : begin + count]
+                begin += count
             rows, columns, pages = sent(torch.tensor([rows, columns, pages], device="cpu"), self.block_table.device)
             self.block_table[rows, columns] = pages.int()

@@ -370,7 +370,7 @@ class GPT(nn.Module):
         Such a copy returns itself, as copying the modules takes longer than a short prompt.
         """
         modules = list(self.modules())
-        weights = [w for m in modules for w in m.parameters(recurse=False)]
+        weights = [w for m in modules for w in m._parameters.values() if w is not None]  # `parameters` takes longer
         if not any(m.training for m in modules) and all(w.dtype == dtype and not w.requires_grad for w in weights):
             return self
         memo = {
