@@ -8,9 +8,10 @@ Three methods, over the attention that the model names; W is the number of ranks
     ring    chunks r, 2W - 1 - r   K and V, passed on           q, k, v, O, LSE of n tokens
 
 `heads` (DeepSpeed-Ulysses, arXiv:2309.14509) moves least and needs W to divide Hkv: a rank computes all tokens of some
-heads, so it has one process's bits. In `gather` a rank's queries meet all keys up to their own by two ordinary calls,
-because the causal mask is aligned bottom-right; the first and the last chunk of 2W, the second and the last but one and
-so on are as much work for each rank (zig-zag). It keeps the gathered K and V: with
+heads, so nothing is merged. It has one process's bits where a head's do not depend on how many a call has: Hopper's
+causal backward sums dQ of the last of them in another order. In `gather` a rank's queries meet all keys up to their own
+by two ordinary calls, because the causal mask is aligned bottom-right; the first and the last chunk of 2W, the second
+and the last but one and so on are as much work for each rank (zig-zag). It keeps the gathered K and V: with
 model.activation_checkpointing=full, which long sequences want anyway, they live for one layer and are gathered again
 once, where a backward that always gathers them would do it twice. `ring` (arXiv:2310.01889) never holds K and V of more
 than two ranks, for any W, and the transfer of the next block hides behind the work on this one; but each block's O is
