@@ -177,7 +177,7 @@ def check_call(
         scale,
         *window,
         _check_softcap(softcap, scale),
-        _check_slopes(alibi_slopes, rows, heads, device),
+        _check_slopes(alibi_slopes, rows, heads, device, q.dtype),
         _check_sinks(sinks, heads, device, q.dtype),
         *_check_dropout(dropout_p, dropout_seed, device),
         *packing,
@@ -313,8 +313,10 @@ def _check_softcap(softcap: float, scale: float) -> float:
     return float(softcap)
 
 
-def _check_slopes(slopes: Tensor | None, rows: int, heads: int, device: torch.device) -> Tensor | None:
-    """ALiBi slopes as (rows, heads) float32, where a row is a batch entry or a document."""
+def _check_slopes(
+    slopes: Tensor | None, rows: int, heads: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """ALiBi slopes as (rows, heads) float32, or float64 beside float64 inputs; a row is a batch entry or a document."""
     if slopes is None:
         return None
     check_tensor("alibi_slopes", slopes)
@@ -323,7 +325,7 @@ def _check_slopes(slopes: Tensor | None, rows: int, heads: int, device: torch.de
     _check_per_head("alibi_slopes", slopes, device)
     if slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes asks for a gradient; slopes are constants here, pass alibi_slopes.detach()")
-    return slopes.detach().to(torch.float32).expand(rows, heads)
+    return slopes.detach().to(torch.promote_types(dtype, torch.float32)).expand(rows, heads)
 
 
 def _check_sinks(sinks: Tensor | None, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:

@@ -15,7 +15,7 @@ from .fused.write_kvcache import EIGHT_BITS, read_kvcache, write_kvcache
 from .launch import Plan, plan_of, tokens_first, with_positive_scale
 from .ops import needs_dispatcher
 from .reference import naive_attention
-from .support import refuse_forward_mode, why_not_hopper_kvcache, why_not_kvcache
+from .support import has_forward_mode, refuse_forward_mode, why_not_hopper_kvcache, why_not_kvcache
 
 MAX_QUERIES = 16  # a row; more read a prompt, which `flash_attention` does
 SMALLEST_PAGE = 16
@@ -138,8 +138,8 @@ def attend(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Ten
 
 
 def may_skip_checks(call: Call) -> bool:
-    """Whether the checks of a call of the same key hold for this one: no gradient, tracer or autocast depends on it."""
-    if torch.is_grad_enabled() or needs_dispatcher(*[x for x in call if x is not None]):
+    """Whether the checks of a call of the same key hold for this one: no derivative, tracer or autocast asks."""
+    if torch.is_grad_enabled() or has_forward_mode() or needs_dispatcher(*[x for x in call if x is not None]):
         return False
     return call.q is not None and not torch.is_autocast_enabled(call.q.device.type)
 

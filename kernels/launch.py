@@ -20,6 +20,7 @@ from .replay import KEPT, Replay, tensors_in
 _LARGEST = 0x7FFF0000  # a tensor dimension that no coordinate here reaches
 # Where every document ends in the coordinates of a packed TMA descriptor: a power of two beyond any number of tokens.
 PACKED_ORIGIN = 2**30
+_FAR = 2**24  # elements from a token to the next with which 32 bits hold no offset inside of a tile
 
 
 class Launch(NamedTuple):
@@ -145,14 +146,15 @@ def on_device(q: Tensor):
 
 
 def kernel_inputs(*tensors: Tensor) -> list[Tensor]:
-    """Give each tensor a contiguous last dimension; in the interpreter also turn bfloat16 into float32.
+    """Give each tensor a contiguous last dimension and tokens that are not too far apart; in the interpreter also turn
+    bfloat16 into float32.
 
     Triton's interpreter keeps bfloat16 as 16-bit integers and multiplies those. With float32 inside and one
     rounding by PyTorch at the end, bfloat16 calls are right there too.
     """
     if tensors[0].dtype == torch.bfloat16 and interpreting():
         tensors = [x.float() for x in tensors]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [x if x.stride(-1) == 1 and x.stride(-2) < _FAR else x.contiguous() for x in tensors]
 
 
 def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:

@@ -171,10 +171,14 @@ def refuse_torch_func(name: str, instead: str, *, maps: bool = False) -> None:
         raise RuntimeError(f"{name} is not for torch.func ({known}): use {instead}")
 
 
+def has_forward_mode() -> bool:
+    """Whether a level of torch.autograd.forward_ad is open, outside of which no tensor has a tangent."""
+    return forward_ad._current_level >= 0
+
+
 def refuse_forward_mode(name: str, instead: str, *tensors: Tensor) -> None:
     """RuntimeError where forward-mode derivatives (jvp) of a tensor are asked for: they would be zeros, in silence."""
-    # outside of torch.autograd.forward_ad's levels no tensor has one, and each need not be asked
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling() or not has_forward_mode():
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError(f"{name} has no forward-mode derivative (jvp): use {instead} for it")

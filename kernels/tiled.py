@@ -68,9 +68,10 @@ def _tiled(block_q: int, block_k: int, outer: str = "queries"):
 
     def attention(q, k, v, options, first_row=0):
         refuse_torch_func("tiled_attention", "naive_attention")
-        blocks = (block_q, block_k, outer, first_row)
+        # the loops are unrolled over these numbers, which a compiler must know before it traces the Function
+        tiles = tile_order(q.shape[2], k.shape[2], options, block_q, block_k, outer)
         k, v = k.view_as(k), v.view_as(v)  # of one tensor given twice a compiled Function loses a gradient (torch 2.11)
-        return _TiledAttention.apply(q, k, v, options.sinks, options._replace(sinks=None), blocks)
+        return _TiledAttention.apply(q, k, v, options.sinks, options._replace(sinks=None), tiles, first_row)
 
     return attention
 
@@ -143,11 +144,10 @@ class _TiledAttention(torch.autograd.Function):
     """Forward and backward of flash attention; the derivation stands beside each line."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, options, blocks):
+    def forward(ctx, q, k, v, sinks, options, tiles, first_row):
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, num_q, head_dim = q.shape
         kv_heads, num_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
-        block_q, block_k, outer, first_row = blocks
         # (B, Hkv, G, Nq, D) against (B, Hkv, 1, Nk, D): broadcasting is grouped-query attention
         grouped_q = q.reshape(batch, kv_heads, heads // kv_heads, num_q, head_dim)
         acc = torch.zeros(*grouped_q.shape[:-1], head_dim_v, dtype=wide, device=q.device)
@@ -158,7 +158,7 @@ class _TiledAttention(torch.autograd.Function):
             running_max = sinks.to(wide).reshape(1, kv_heads, -1, 1).expand(grouped_q.shape[:-1]).clone()
             running_sum = torch.ones(grouped_q.shape[:-1], dtype=wide, device=q.device)
         with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # which knows no meta
-            for rows, cols in tile_order(num_q, num_k, options, block_q, block_k, outer):
+            for rows, cols in tiles:
                 q_tile = grouped_q[..., rows, :].to(wide)
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))
                 tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, first_row)
@@ -181,7 +181,7 @@ class _TiledAttention(torch.autograd.Function):
         lse = lse.reshape(batch, heads, num_q)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, o, lse, *(getattr(options, name) for name in _READ_AGAIN))
-        ctx.options, ctx.blocks = options, blocks
+        ctx.options, ctx.tiles, ctx.first_row = options, tiles, first_row
         return o, lse
 
     @staticmethod
@@ -189,7 +189,6 @@ class _TiledAttention(torch.autograd.Function):
         refuse_second_derivative("tiled_attention", "naive_attention")
         q, k, v, sinks, o, lse, *tensors = ctx.saved_tensors
         options = ctx.options._replace(**dict(zip(_READ_AGAIN, tensors, strict=True)))
-        block_q, block_k, outer, first_row = ctx.blocks
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, num_q, _ = q.shape
         kv_heads, num_k = k.shape[1], k.shape[2]
@@ -198,8 +197,9 @@ class _TiledAttention(torch.autograd.Function):
         # dS = P * (dP - rowsum(P * dP)) and rowsum(P * dP) = rowsum(dO * O); dLSE/dS = P, so dLSE joins it
         delta = (do.to(wide) * o.to(wide)).sum(-1)
         delta = delta if dlse is None else delta - dlse
-        # exp(S - inf) = 0: rows without a visible key need no case of their own
-        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        # exp(S - inf) = 0: rows without a visible key need no case of their own, but for a dLSE that is no number
+        hidden = lse == -math.inf
+        lse, delta = lse.masked_fill(hidden, math.inf), delta.masked_fill(hidden, 0.0)
         dsinks = None
         if sinks is not None:  # the sink's value is 0, and so is its dP
             dsinks = -(torch.exp(sinks.to(wide)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
@@ -209,10 +209,10 @@ class _TiledAttention(torch.autograd.Function):
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
         keep_scale = 1.0 / (1.0 - options.dropout_p)
         with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # which knows no meta
-            for rows, cols in tile_order(num_q, num_k, options, block_q, block_k, outer):
+            for rows, cols in ctx.tiles:
                 q_tile, do_tile = (x[..., rows, :].to(wide) for x in (grouped_q, grouped_do))
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))
-                tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, first_row)
+                tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, ctx.first_row)
                 probs = torch.exp(tile.scores - lse[..., rows, None])
                 dprobs = do_tile @ v_tile.transpose(-1, -2)
                 dropped = probs
@@ -229,4 +229,4 @@ class _TiledAttention(torch.autograd.Function):
                 dq[..., rows, :] += dscores @ k_tile
         dq = (dq * options.scale).to(q.dtype).reshape(q.shape)
         dk, dv = (dk * options.scale).to(k.dtype), (dv * keep_scale).to(v.dtype)
-        return dq, dk, dv, dsinks, None, None
+        return dq, dk, dv, dsinks, None, None, None

@@ -87,6 +87,19 @@ def test_a_row_without_a_target_is_refused():
         cross_entropy(torch.zeros(4, 5, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE), 5)
 
 
+def test_what_lies_elsewhere_or_is_no_matrix_is_refused():
+    """A table on meta gave a loss of whatever was in memory."""
+    h, table, targets = torch.zeros(4, 8), torch.zeros(5, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="weight is on meta but h is on cpu; move them to one device"):
+        linear_cross_entropy(h, table.to("meta"), targets, 5)
+    with pytest.raises(ValueError, match="targets is on cpu but the rows are on meta; move them to one device"):
+        cross_entropy(torch.zeros(4, 5, device="meta"), targets, 5)
+    with pytest.raises(ValueError, match=r"logits has shape \(4,\); expected \(tokens, columns\)"):
+        cross_entropy(torch.zeros(4), targets, 5)
+    with pytest.raises(ValueError, match=r"h has shape \(4, 8\) and weight \(\); expected"):
+        linear_cross_entropy(h, torch.zeros(()), targets, 5)
+
+
 def test_operator_is_well_formed():
     logits, targets = make(4, 128, 100, "", torch.float32)
     torch.library.opcheck(cross_entropy_fwd, (logits, targets, 100))

@@ -2,6 +2,7 @@
 
 import random
 import re
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -20,6 +21,7 @@ from kernels import (
     skinny_linear,
 )
 from kernels.call import Options
+from kernels.fused.write_kvcache import read_kvcache, write_kvcache
 from kernels.launch import PLANS
 from kernels.portable.widen import widened
 from kernels.support import why_not_hopper_kvcache
@@ -872,6 +874,35 @@ def test_a_cache_of_one_slot_is_another_call_than_one_whose_slots_share_memory()
         call(1)
         with pytest.raises(ValueError, match=r"k_cache has strides .*: tokens that share memory cannot be"):
             call(4)
+
+
+def test_forward_mode_is_refused_after_a_call_of_the_same_key_too():
+    cache, x = torch.zeros(1, 2, 20, 16, device=DEVICE), torch.ones(1, 2, 1, 16, device=DEVICE)
+    lengths = torch.tensor([9], dtype=torch.int32, device=DEVICE)
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        for q in (x, dual):
+            with pytest.raises(RuntimeError, match="no forward-mode derivative") if q is dual else nullcontext():
+                flash_attention_with_kvcache(q, cache, cache, cache_seqlens=lengths)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_tokens_and_scales_that_do_not_suit_a_cache_are_refused(read):
+    """One head was written to all heads on a CPU, and a third one, by the kernel, to the next row's memory."""
+    places = torch.zeros(1, dtype=torch.int64), slice(None), torch.zeros(1, dtype=torch.int64)
+    cache, new = torch.zeros(2, 2, 4, 16), torch.ones(2, 1, 16)
+    for stored, scale, x, said in (
+        (cache, None, new[:1], r"new tokens have shape \(1, 1, 16\) and their cache \(2, 2, 4, 16\); expected"),
+        (cache, None, new[..., :8], r"new tokens have shape \(2, 1, 8\)"),
+        (cache.to(torch.int8), None, new, "a cache of torch.int8 is given with no scale; one of 8 bits has a scale"),
+        (cache, torch.ones(2), new, "a cache of torch.float32 is given with a scale; one of 8 bits has a scale"),
+    ):
+        if not read:
+            with pytest.raises(ValueError, match=said):
+                write_kvcache((stored, stored), (scale, scale), places, (x, x))
+        elif x is new:
+            with pytest.raises(ValueError, match=said):
+                read_kvcache(stored, scale, places)
 
 
 def test_a_stride_of_more_than_31_bits_is_given_whole():

@@ -1,5 +1,7 @@
 """The drawn token of each row against the definition, `choose_next_token` on a CPU."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -132,9 +134,16 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             draw_tokens(*given)
-    for top_k in (0, 6):
-        with pytest.raises(ValueError, match=f"top_k={top_k} must be 1 to the 5 logits of a row"):
-            draw_tokens(logits.to(DEVICE), uniform.to(DEVICE), top_k=top_k)
+    logits, uniform = logits.to(DEVICE), uniform.to(DEVICE)
+    for top_k in (0, 6, 2.7):
+        with pytest.raises(ValueError, match=f"top_k={top_k} must be a whole number, 1 to the 5 logits of a row"):
+            draw_tokens(logits, uniform, top_k=top_k)
+    for name, values in (("temperature", (-1, math.nan, math.inf)), ("top_p", (0, -1, 2, math.nan))):
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name}={value} must be"):
+                draw_tokens(logits, uniform, **{name: value})
+    with pytest.raises(ValueError, match=r"logits has shape \(2, 0\)"):
+        draw_tokens(logits[:, :0], None, temperature=0)
 
 
 @pytest.mark.gpu

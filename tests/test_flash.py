@@ -15,7 +15,7 @@ from kernels import flash_attention, flash_attention_varlen, why_not
 from kernels.call import Options
 from kernels.device import dense_bf16_peak_flops
 from kernels.flash_attn import flash_attn_func, flash_attn_varlen_func
-from kernels.launch import Launch, start
+from kernels.launch import Launch, kernel_inputs, start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
 from kernels.portable.tiles import Mask, masked_tile, section_tile, seeing_queries, visible_keys
@@ -198,6 +198,16 @@ def test_without_keys_all_that_is_seen_is_the_sink():
     (dsinks,) = torch.autograd.grad(lse, sinks, torch.arange(12.0, device=DEVICE).view(2, 2, 3))
     assert dsinks.tolist() == [0 + 1 + 2 + 6 + 7 + 8, 3 + 4 + 5 + 9 + 10 + 11]
     assert (flash_attention(q, *none, return_lse=True)[1] == -math.inf).all()
+    sinks = torch.tensor([-math.inf, 1.0], device=DEVICE, requires_grad=True)
+    _, lse = flash_attention(q, *none, sinks=sinks, return_lse=True)
+    assert torch.autograd.grad(lse, sinks, torch.ones_like(lse))[0].tolist() == [0.0, 6.0]
+
+
+def test_tokens_too_far_apart_for_offsets_of_32_bits_are_copied():
+    for stride, copied in ((2**24 - 1, False), (2**24, True)):
+        x = torch.empty(1, dtype=torch.float16, device="meta").as_strided((1, 2, 18, 16), (2**30, 16, stride, 1))
+        (given,) = kernel_inputs(x)
+        assert (given is not x) == copied == given.is_contiguous()
 
 
 def test_without_a_gradient_for_lse():

@@ -27,6 +27,19 @@ def _double(shape):
     return tuple(x.detach().double().requires_grad_() for x in make_qkv(*shape))
 
 
+def test_one_compiled_function_takes_every_length():
+    """Its loops are unrolled over lengths that are symbols from the second call on."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q, k, v: tiled_attention(q, k, v, causal=True, window=(7, 0)), backend="eager")
+    for length in (20, 33, 40):
+        q, k, v = _double((1, 2, 1, length, length, 8))
+        expected = tiled_attention(q, k, v, causal=True, window=(7, 0))
+        actual = compiled(q, k, v)
+        torch.testing.assert_close(actual, expected)
+        for each in zip(*(torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (actual, expected)), strict=True):
+            torch.testing.assert_close(*each)
+
+
 @pytest.mark.parametrize("given", [lambda q, k: (q, k, k), lambda q, k: (q, q, k), lambda q, k: (q, q, q)])
 def test_a_tensor_given_twice_has_the_gradients_of_both_when_compiled(given):
     """Of an autograd.Function with one tensor in two places Dynamo kept one gradient (torch 2.11)."""
@@ -125,6 +138,17 @@ def test_window_softcap_and_alibi_by_hand():
     torch.testing.assert_close(o[0, 0, 2], weights @ v[0, 0, 1:6])
 
 
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+def test_slopes_are_of_float64_beside_float64(attention):
+    q, k, v = _double((1, 1, 1, 1, 3000, 8))
+    slope = -(0.5**0.5)
+    scores = q @ k.transpose(-1, -2) * 8**-0.5 - slope * torch.arange(2999.0, -1.0, -1.0, dtype=torch.float64)
+    slopes = torch.tensor([slope], dtype=torch.float64)
+    o, lse = attention(q, k, v, alibi_slopes=slopes, return_lse=True)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(o, scores.softmax(-1) @ v, rtol=1e-9, atol=1e-12)
+
+
 def test_sinks_are_keys_without_values():
     q, k, v = (x.detach() for x in _double((1, 2, 2, 5, 7, 3)))
     sinks = torch.tensor([0.4, -2.0])
@@ -192,6 +216,19 @@ def test_rows_without_a_visible_key(attention):
     grads = torch.autograd.grad(o.sum() + lse[:, :, 5:].sum(), (q, k, v))
     assert torch.equal(grads[0][:, :, :5], torch.zeros(1, 2, 5, 8, dtype=torch.float64))
     assert all(torch.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention, flash_attention])
+def test_a_hidden_row_s_gradient_of_lse_may_be_no_number(attention, wrong):
+    """As that of torch.where(seen, lse.square(), 0) is where LSE is -inf."""
+    q, k, v = make_qkv(1, 2, 1, 20, 10, 16, device=DEVICE)
+    o, lse = attention(q, k, v, causal=True, return_lse=True)
+    dlse = torch.ones_like(lse)
+    expected = torch.autograd.grad((o, lse), (q, k, v), (torch.ones_like(o), dlse), retain_graph=True)
+    dlse[:, :, :10] = wrong
+    actual = torch.autograd.grad((o, lse), (q, k, v), (torch.ones_like(o), dlse))
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("attention", [naive_attention, tiled_attention])

@@ -165,6 +165,20 @@ def test_rows_past_the_offsets_of_32_bits_are_launched_in_parts(norm_eps, monkey
     assert tokens == 2 * [(2, 19), *parts]
 
 
+def test_a_table_elsewhere_is_another_plan(monkeypatch):
+    """Its address would be read on the wrong device."""
+    import kernels.fused.rotary_kernel as kernel
+
+    qkv, cos, sin = make(1, 3, 2, 1, 16, torch.float32)
+    q, k, v = (torch.empty(1, heads, 3, 16) for heads in (2, 1, 1))
+    keys = []
+    monkeypatch.setattr(kernel, "plan_of", keys.append)
+    monkeypatch.setattr(kernel, "run", lambda *_: None)
+    for table in (cos, cos.to("meta")):
+        kernel.launch_rotary(qkv, q, k, v, table, sin)
+    assert keys[0] != keys[1]
+
+
 def test_tables_of_other_tokens_are_refused():
     qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="cos and sin have 18 and 19 positions but qkv has 19 tokens"):

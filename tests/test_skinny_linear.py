@@ -65,6 +65,15 @@ def test_it_turns_heads(rows, heads, head_dim, width, norm_eps):
     assert torch.equal(strided, actual)
 
 
+def test_positions_of_more_than_32_bits_are_the_nearest_too():
+    x, weight, _ = tensors(3, 16, 8)
+    angles = torch.arange(10.0, device=DEVICE)[:, None, None].repeat(1, 1, 4)
+    rotary = angles.cos(), angles.sin(), 2
+    positions = torch.tensor([2**32 + 3, -(2**40), 2**31], device=DEVICE)
+    nearest = skinny_linear(x, weight, rotary=rotary, positions=torch.tensor([9, 0, 9], device=DEVICE))
+    assert torch.equal(skinny_linear(x, weight, rotary=rotary, positions=positions), nearest)
+
+
 def test_parts_of_a_long_product_take_turns_and_leave_none():
     x, weight, residual = tensors(7, 2100, 40)
     workspace = torch.zeros(40, dtype=torch.int32, device=DEVICE)
@@ -224,6 +233,10 @@ def test_what_it_does_not_take():
     for wrong, beside in ((places[:2], rotary), (places.float(), rotary), (places, None)):
         with pytest.raises(ValueError, match=r"positions has shape .* expected int32 or int64, one for each of 3 rows"):
             skinny_linear(x[:3], weight, rotary=beside, positions=wrong)
+    with pytest.raises(ValueError, match=r"weight is on meta but x is on (cpu|cuda:0); move them to one device"):
+        skinny_linear(x[:3], weight.to("meta"))
+    with pytest.raises(ValueError, match="sin is on meta but x is on"):
+        skinny_linear(x[:3], weight, rotary=(tables[0], tables[1].to("meta"), 1))
     assert not takes_skinny_linear(x[:64].cpu())
     with FakeTensorMode(), torch.no_grad():
         x = torch.empty(2, 32, 16, dtype=torch.bfloat16, device="cuda")

@@ -24,6 +24,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
     Triton on CUDA, PyTorch's own elsewhere; computed in fp32, the gradient is returned in the logits' dtype.
     """
+    if logits.dim() != 2:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}; expected (tokens, columns)")
     check_targets(targets, logits, vocab_size, logits.shape[1])
     if logits.is_cuda:
         refuse_forward_mode("cross_entropy on CUDA", "torch.nn.functional.cross_entropy", logits)
@@ -32,11 +34,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 
 def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) -> None:
-    """ValueError unless each of the rows has a target, and the vocabulary has a place in the columns."""
+    """ValueError unless each of the rows has a target beside it, and the vocabulary has a place in the columns."""
     if targets.shape != rows.shape[:1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({len(rows)},), one of each row")
     if targets.dtype != torch.int64:
         raise ValueError(f"targets has dtype {targets.dtype}; expected torch.int64")
+    if targets.device != rows.device:
+        raise ValueError(f"targets is on {targets.device} but the rows are on {rows.device}; move them to one device")
     if type(vocab_size) is float or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
         raise ValueError(f"vocab_size is {vocab_size}; it must be from 1 to the {columns} columns of the logits")
 

@@ -47,9 +47,13 @@ def draw_tokens(
         (S,) int64: ids; 0 where all logits of a row are NaN, and any id where one is NaN or inf.
 
     Raises:
-        ValueError: another shape, dtype, device or top_k.
+        ValueError: another shape, dtype or device, a number that is not allowed.
     """
-    fits = logits.dim() == 2
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} must be 0 or a positive number")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1, or None")
+    fits = logits.dim() == 2 and logits.size(1) > 0
     if temperature == 0:
         uniform = None
     elif uniform is None:
@@ -64,8 +68,8 @@ def draw_tokens(
         )
     if logits.dtype not in DTYPES or not (logits.is_cuda or interpreting()):
         raise ValueError(f"logits are {logits.dtype} on {logits.device}; expected bf16, fp16 or fp32 on CUDA")
-    if top_k is not None and not 1 <= top_k <= logits.size(1):
-        raise ValueError(f"top_k={top_k} must be 1 to the {logits.size(1)} logits of a row")
+    if top_k is not None and not (1 <= top_k <= logits.size(1) and top_k == int(top_k)):
+        raise ValueError(f"top_k={top_k} must be a whole number, 1 to the {logits.size(1)} logits of a row")
     if out is None:
         out = logits.new_empty(len(logits), dtype=torch.int64)
     elif not (out.shape == logits.shape[:1] and out.dtype == torch.int64 and out.device == logits.device):

@@ -38,10 +38,12 @@ def linear_cross_entropy(
     """
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    check_targets(targets, h, vocab_size, len(weight))
     if h.dim() != 2 or weight.dim() != 2 or h.shape[1] != weight.shape[1]:
         shapes = f"h has shape {tuple(h.shape)} and weight {tuple(weight.shape)}"
         raise ValueError(f"{shapes}; expected (tokens, channels) and (columns, channels)")
+    if weight.device != h.device:
+        raise ValueError(f"weight is on {weight.device} but h is on {h.device}; move them to one device")
+    check_targets(targets, h, vocab_size, len(weight))
     refuse_forward_mode("linear_cross_entropy", "cross_entropy of the logits", h, weight)
     refuse_torch_func("linear_cross_entropy", "cross_entropy of the logits", maps=True)
     if chunk_tokens is None:

@@ -56,7 +56,7 @@ def rotary_kernel(
     token_blocks = tl.cdiv(num_tokens, TOKENS)
     batch = (token_block // token_blocks).to(tl.int64)
     tokens = (token_block % token_blocks) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-    heads = tl.arange(0, HEADS)[None, :, None]
+    heads = tl.arange(0, HEADS)[None, :, None].to(tl.int64)  # one may be 2^31 elements long
     columns = tl.arange(0, BLOCK_HALF)[None, None, :]
     inside = (tokens < num_tokens) & (columns < HALF)
 
@@ -154,8 +154,8 @@ def launch_rotary(
     cos, sin = cos.contiguous(), sin.contiguous()
     tensors = {"packed": packed, "q": q, "k": k, "v": v, "cos": cos, "sin": sin, "scale": scale if normed else None}
     tensors |= dict(zip(("turned_q", "turned_k"), turned, strict=True))
-    described = [(x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors.values()]
-    plan = plan_of(("rotary", packed.device, norm_eps, inverse, in_place, *described))
+    described = [(x.shape, x.stride(), x.dtype, x.device) if x is not None else None for x in tensors.values()]
+    plan = plan_of(("rotary", norm_eps, inverse, in_place, *described))
     run(plan, tensors, partial(_launches, norm_eps, inverse, in_place))
     return None
 

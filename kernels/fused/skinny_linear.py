@@ -75,6 +75,11 @@ def skinny_linear(
             f"weight has shape {tuple(weight.shape)}, strides {weight.stride()} and dtype {weight.dtype}; expected "
             f"({'2 ' * (ways - 1)}N, C), contiguous, and {x.dtype}, of x with shape {tuple(x.shape)}"
         )
+    given = {"weight": weight, "residual": residual, "positions": positions, "workspace": workspace}
+    given |= dict(zip(("cos", "sin"), rotary or (), strict=False))
+    for name, tensor in given.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; move them to one device")
     shape = *x.shape[:-1], weight.size(0) // ways
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype or not residual.is_contiguous()):
         raise ValueError(

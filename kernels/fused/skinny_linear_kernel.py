@@ -95,8 +95,8 @@ def _finish(acc, other, squares, norm_eps, K: tl.constexpr, NORM: tl.constexpr, 
 def _place(positions, rows, num_rows, num_positions):
     """Where in the tables of rotary positions each row is."""
     if positions is not None:
-        rows = tl.load(positions + rows, mask=rows < num_rows, other=0).to(tl.int32)
-        rows = tl.minimum(tl.maximum(rows, 0), num_positions - 1)
+        rows = tl.load(positions + rows, mask=rows < num_rows, other=0)
+        rows = tl.minimum(tl.maximum(rows, 0), num_positions - 1).to(tl.int32)
     return rows
 
 

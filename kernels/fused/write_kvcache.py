@@ -23,7 +23,15 @@ def write_kvcache(
     caches: of keys and of values, (rows or pages, Hkv, slots, D) of one shape and dtype.
     scales: theirs where they have 8 bits, (Hkv,) or (rows or pages, Hkv, slots); the latter are written too.
     places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the caches' device and inside of them.
+
+    Raises ValueError where new has other heads than the caches, or 8 bits have no scales.
     """
+    for cache, x in zip(caches, new, strict=True):
+        if x.dim() != 3 or x.shape[::2] != cache.shape[1::2]:
+            raise ValueError(
+                f"new tokens have shape {tuple(x.shape)} and their cache {tuple(cache.shape)}; expected (Hkv, N, D) "
+                "and (rows or pages, Hkv, slots, D)"
+            )
     k, v = (_stored(*each, places) for each in zip(caches, scales, new, strict=True))  # (N, Hkv, D) each
     all_four = *caches, k, v
     if k.is_cuda and all(x.stride(-1) == 1 for x in all_four) and not needs_dispatcher(*all_four):
@@ -37,6 +45,7 @@ def write_kvcache(
 
 def _stored(cache: Tensor, scale: Tensor | None, new: Tensor, places: tuple) -> Tensor:
     """New (Hkv, N, D) as the cache has them, (N, Hkv, D); a scale of each token and head is written."""
+    _check_scale(cache, scale)
     values = new.transpose(0, 1)
     if scale is not None:
         largest = EIGHT_BITS[cache.dtype]
@@ -52,8 +61,16 @@ def _stored(cache: Tensor, scale: Tensor | None, new: Tensor, places: tuple) -> 
 
 def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torch.dtype = torch.float32) -> Tensor:
     """The keys or values (1, Hkv, N, D) in `places` of a cache; those of 8 bits in float32, or wider `dtype`."""
+    _check_scale(cache, scale)
     values = cache[places]  # (N, Hkv, D)
     if scale is not None:
         values = values.to(torch.promote_types(dtype, torch.float32))
         values = values * (scale[None, :, None] if scale.dim() == 1 else scale[places][..., None])
     return values.transpose(0, 1)[None]
+
+
+def _check_scale(cache: Tensor, scale: Tensor | None) -> None:
+    """ValueError unless there is one where the cache has 8 bits, and only there."""
+    if (scale is None) == (cache.dtype in EIGHT_BITS):
+        has = "no scale" if scale is None else "a scale"
+        raise ValueError(f"a cache of {cache.dtype} is given with {has}; one of 8 bits has a scale, others have none")

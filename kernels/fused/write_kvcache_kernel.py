@@ -63,8 +63,8 @@ def launch_write_kvcache(k_cache: Tensor, v_cache: Tensor, lines: Tensor, slots:
     if k_cache.dtype.itemsize == 1:  # of 8 bits bytes are copied: not every GPU knows the dtypes
         tensors = {name: x.view(torch.uint8) for name, x in tensors.items()}
     tensors |= {"lines": lines, "slots": slots}
-    described = [(x.shape, x.stride(), x.dtype) for x in tensors.values()]
-    run(plan_of(("write_kvcache", k_cache.device, *described)), tensors, _launches)
+    described = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors.values()]
+    run(plan_of(("write_kvcache", *described)), tensors, _launches)
 
 
 def _launches(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lines: Tensor, slots: Tensor) -> list[Launch]:

@@ -4,6 +4,7 @@ dK with dV, and dQ, are kernels apart. Each recomputes S and dP, seven products 
 every gradient has one owner: no atomics, the same bits each time.
 """
 
+import math
 from functools import partial
 
 import torch
@@ -58,9 +59,11 @@ def launch_flash_bwd(
     do, q, k, v, o = kernel_inputs(do, q, k, v, o)
     dq, dk, dv = tokens_first(q, q.shape[3]), tokens_first(k, k.shape[3]), tokens_first(v, v.shape[3])
     if q.numel() == 0 or k.numel() == 0:
-        # all that a row sees is its sink, so LSE is the sink
-        dsinks = lse.new_zeros(num_heads) if dlse is None else dlse.to(torch.float32).sum((0, 2))
-        dsinks = dsinks if options.sinks is not None else dsinks[:0].clone()
+        # all that a row sees is its sink, so LSE is the sink, where that is a number
+        dsinks = lse.new_zeros(0 if options.sinks is None else num_heads)
+        if options.sinks is not None and dlse is not None:
+            seen = options.sinks.to(torch.float32) > -math.inf
+            dsinks = torch.where(seen, dlse.to(torch.float32).sum((0, 2)), dsinks)
         return dq.zero_().to(dtype), dk.zero_().to(dtype), dv.zero_().to(dtype), dsinks
     padded_rows = grid_tiles(q.shape[2], ROW_PADDING.value, options.cu_seqlens_q)[1] * ROW_PADDING.value
     lse_log2, delta = q.new_empty(2, q.shape[0], num_heads, padded_rows, dtype=torch.float32)

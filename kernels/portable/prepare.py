@@ -166,7 +166,8 @@ def _delta_kernel(
     Grid:     q_tokens_padded / BLOCK_Q * B * Hq programs: every row of the scratch is written.
     Math:     delta = rowsum(dO * O) - dLSE (dLSE/dS = P, so LSE's gradient only shifts delta); LSE in base 2.
     Numerics: fp32. Rows without a visible key (LSE -inf) and padding rows get LSE +inf: exp2(s - inf) = 0
-              then makes their P and their gradients 0 with no mask in the main loops.
+              then makes their P and their gradients 0 with no mask in the main loops. Their delta is 0, too: dLSE
+              may be no number there, and 0 * NaN is NaN.
     """
     program = tl.program_id(0)
     tiles = q_tokens_padded // BLOCK_Q
@@ -202,7 +203,7 @@ def _delta_kernel(
         delta -= tl.load(dlse_ptr + unpadded, mask=rows < num_q, other=0.0)
     padded = batch_head.to(tl.int64) * q_tokens_padded + tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     tl.store(lse_log2_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E))
-    tl.store(delta_ptr + padded, delta)
+    tl.store(delta_ptr + padded, tl.where(lse == -float("inf"), 0.0, delta))
     if turns_ptr is not None:
         tl.store(turns_ptr + program, 0)
         if program == 0:

@@ -192,7 +192,7 @@ def load_tile(tensor, start, RAGGED: tl.constexpr):
         cols = tl.arange(0, tensor.BLOCK_D)
         stride = tensor.strides[2]
         # the tile's first row in 64 bits, what is inside the tile in 32: cheap, and right beyond 2^31
-        # elements
+        # elements, as `kernel_inputs` copies tokens that are far apart
         pointers = tensor.base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
         if RAGGED and tensor.HEAD_DIM != tensor.BLOCK_D:
             keep = (start + rows < tensor.num_tokens)[:, None] & (cols < tensor.HEAD_DIM)[None, :]
