@@ -177,8 +177,8 @@ def check_call(
         scale,
         *window,
         _check_softcap(softcap, scale),
-        _check_slopes(alibi_slopes, rows, heads, device, q.dtype),
-        _check_sinks(sinks, heads, device, q.dtype),
+        _check_slopes(alibi_slopes, rows, q),
+        _check_sinks(sinks, q),
         *_check_dropout(dropout_p, dropout_seed, device),
         *packing,
         *(() if block_mask is None else check_block_mask(block_mask, batch, heads, q.shape[2], k.shape[2], device)),
@@ -313,30 +313,29 @@ def _check_softcap(softcap: float, scale: float) -> float:
     return float(softcap)
 
 
-def _check_slopes(
-    slopes: Tensor | None, rows: int, heads: int, device: torch.device, dtype: torch.dtype
-) -> Tensor | None:
-    """ALiBi slopes as (rows, heads) float32, or float64 beside float64 inputs; a row is a batch entry or a document."""
+def _check_slopes(slopes: Tensor | None, rows: int, q: Tensor) -> Tensor | None:
+    """ALiBi slopes as (rows, Hq) float32, or float64 beside float64 inputs; a row is a batch entry or a document."""
     if slopes is None:
         return None
     check_tensor("alibi_slopes", slopes)
+    heads = q.shape[1]
     if tuple(slopes.shape) not in ((heads,), (rows, heads)):
         raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}; expected ({heads},) or ({rows}, {heads})")
-    _check_per_head("alibi_slopes", slopes, device)
+    _check_per_head("alibi_slopes", slopes, q.device)
     if slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes asks for a gradient; slopes are constants here, pass alibi_slopes.detach()")
-    return slopes.detach().to(torch.promote_types(dtype, torch.float32)).expand(rows, heads)
+    return slopes.detach().to(torch.promote_types(q.dtype, torch.float32)).expand(rows, heads)
 
 
-def _check_sinks(sinks: Tensor | None, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """Sinks as (heads,) float32, or float64 beside float64 inputs."""
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """Sinks as (Hq,) float32, or float64 beside float64 inputs."""
     if sinks is None:
         return None
     check_tensor("sinks", sinks)
-    if tuple(sinks.shape) != (heads,):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected ({heads},), one for each head of q")
-    _check_per_head("sinks", sinks, device)
-    return sinks.to(torch.promote_types(dtype, torch.float32))
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected ({q.shape[1]},), one for each head of q")
+    _check_per_head("sinks", sinks, q.device)
+    return sinks.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _check_per_head(name: str, tensor: Tensor, device: torch.device) -> None:
