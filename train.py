@@ -130,8 +130,10 @@ def run(
     )  # fmt: skip
     saver = ShardSender()  # in the other processes
     if world.is_first:
-        saver = Saver(run_dir / "checkpoints", config.keep_last, config.keep_every, log.say, world)
-    on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
+        going_on = resumed if first_step < config.steps else None
+        saver = Saver(run_dir / "checkpoints", config.keep_last, config.keep_every, log.say, world, going_on)
+    if first_step < config.steps or not (run_dir / "config.yaml").exists():  # what trains no more is described
+        on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
     # --- what is done about a loss or gradient that is not finite

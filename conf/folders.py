@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conf.keys import is_folder_name
 from training.lock import NAME as LOCK
-from training.lock import SWEEP
+from training.lock import SWEEP, folder_of_name
 
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 LOG_OF_ANOTHER = re.compile(r"rank_\d+\.log")  # of several processes, which leave them where they fail
@@ -29,16 +29,27 @@ def resumed_run(resume: str | None, name: str | None, experiment: str) -> Path |
         # .../<run>/checkpoints/<name>  ->  .../<run>
         checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
         run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-        if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts[-3:]):
+        if (
+            (run / "checkpoints").is_dir()
+            and checkpoint.is_dir()
+            and (not name or str(name) == folder_of_name(run).name)
+        ):
             return run
     return None
 
 
 def newest_run(name: str | None, experiment: str) -> Path | None:
-    """The folder that resume=auto means; None where no run of that name has saved a checkpoint."""
+    """The folder that resume=auto means; None where there is no run of that name. One that was killed before its first
+    checkpoint is begun anew."""
     earlier = [path.parent for path in Path(_runs(name, experiment)).glob("*/checkpoints")]
-    # by the time in its name; a folder without one was renamed by the user, so it comes last
-    return max(earlier, key=lambda run: (bool(DATED.match(run.name)), run.name), default=None)
+    return max(earlier, key=_by_its_name, default=None)
+
+
+def _by_its_name(run: Path) -> tuple[bool, list[str | int]]:
+    """Sorts by the time in a folder's name and the number behind it, 10 after 9; one without a time was renamed by the
+    user, so it comes first."""
+    dated = bool(DATED.match(run.name))
+    return dated, [int(part) for part in re.findall("[0-9]+", run.name)] if dated else [run.name]
 
 
 def _runs(name: str | None, experiment: str) -> str:

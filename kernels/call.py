@@ -173,9 +173,7 @@ def check_call(
     rows = batch if packing[0] is None else packing[0].shape[0] - 1
     scale = _check_scale(scale, q.shape[3])
     options = Options(
-        causal,
-        scale,
-        *window,
+        *(causal, scale, *window),
         _check_softcap(softcap, scale),
         _check_slopes(alibi_slopes, rows, q),
         _check_sinks(sinks, q),

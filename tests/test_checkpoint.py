@@ -113,6 +113,24 @@ def test_the_newest_is_the_one_written_last(tmp_path):
     assert steps(tmp_path) == [1_000_000]
 
 
+def test_a_branch_that_was_left_is_not_the_newest(tmp_path):
+    net = Net()
+    for step in (2, 4, 6, 8):
+        save(tmp_path, net, step)
+    checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000008"))
+    assert not (tmp_path / checkpoints.WENT_BACK).exists()
+    checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000002"))
+    for _ in range(2):  # killed before it saved, and again
+        newest = checkpoints.newest_complete(tmp_path)
+        assert newest.step == 2
+        checkpoints.go_back(tmp_path, newest)
+    assert checkpoints.newest_complete(tmp_path, last_step=7).step == 2  # what rollback asks for
+    save(tmp_path, net, 3)
+    assert checkpoints.newest_complete(tmp_path).step == 3
+    checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000008"))  # after all
+    assert checkpoints.newest_complete(tmp_path).step == 8
+
+
 def described_anew(path, change):
     """Change a checkpoint's description; its manifest fits."""
     meta = json.loads((path / checkpoints.META).read_text())

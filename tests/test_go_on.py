@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import train as program
+from conf.folders import newest_run
 from data import DataConfig, build_tokenizer
 from data.tokenizer_json import tokenizer_json
 from model import GPT, attend_with, resolve_model
@@ -218,6 +219,15 @@ def test_auto_says_how_the_last_sweep_of_a_name_goes_on(here, train):
     assert last in train(*OWN, "resume=auto").out
     member = "hydra.run.dir=runs/mine/2026-01-02_00-00-00/1"
     assert last.replace("02_", "01_") in train(*OWN, "resume=auto", member).out
+    shutil.copytree("runs/mine", "runs/k=v")  # what it says is as it is typed
+    said = """'hydra.sweep.dir="runs/k=v/2026-01-02_00-00-00"' goes on with the sweep there"""
+    assert said in train(*OWN, "name=k=v", "resume=auto", "hydra.run.dir='runs/k=v/2026-01-03_00-00-00'").out
+
+
+def test_the_tenth_run_of_a_second_is_newer_than_the_ninth(here):
+    for name in ("2026-01-02_00-00-00", "2026-01-02_00-00-00_9", "2026-01-02_00-00-00_10", "renamed"):
+        Path("runs/mine", name, "checkpoints").mkdir(parents=True)
+    assert newest_run("mine", "quickstart") == Path("runs/mine/2026-01-02_00-00-00_10")
 
 
 def test_a_run_that_goes_on_with_nothing_replaces_nobodys_files(here, train):
@@ -345,6 +355,9 @@ def test_a_name_is_a_folder_and_nothing_else(here, train):
     assert train(f"resume={the_run()}", f"name={above}", "train.steps=2").code == 0
     assert open_checkpoint(the_run(above)).step == 2
     assert open_checkpoint(the_run()).step == 1
+    assert train(f"resume={the_run('fork')}", "name=runs", "train.steps=3").code == 0  # nor is the folder of all runs
+    assert open_checkpoint(the_run("runs")).step == 3
+    assert open_checkpoint(the_run("fork")).step == 2
     assert "resume is empty" in train("resume=").error
 
 

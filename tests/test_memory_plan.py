@@ -220,7 +220,21 @@ def test_a_cpu_refuses_what_its_forecast_exceeds_and_advises_where_fragments_wou
     assert "which may not be enough; what fits: " in str(on_cpu(peak * 1.01).checked())
     assert str(on_cpu(peak * 1.6).checked()).endswith("GiB free")
     with pytest.raises(ValueError, match=r"a shorter data\.seq_len or more memory"):
+        on_cpu(on_cpu(None).least / GIB + 0.001).checked()
+
+
+def test_a_model_whose_weights_do_not_fit_is_refused_without_a_forecast(monkeypatch):
+    """It would take minutes, and as long for each remedy."""
+    monkeypatch.setattr(memory, "step_peaks", None)
+    with pytest.raises(
+        ValueError,
+        match=r"moments of model.num_layers=2 and model.n_embd=768 need 0.59 GiB and 0.10 GiB are free on cpu, limits "
+        r"of control groups included; use a smaller model or more memory",
+    ):
         on_cpu(0.1).checked()
+    sharded = replace(on_cpu(None).hardware, world=World(size=4))
+    sharded.world.shards = True
+    assert replace(on_cpu(0.1), hardware=sharded).least == on_cpu(0.1).least // 4
 
 
 # ---- in a run
@@ -342,9 +356,7 @@ def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, mon
     training.train(chosen, tmp_path / "run")
     assert open_checkpoint(tmp_path / "run").meta["settings"]["train"]["micro_batch"] == 2
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    with pytest.raises(
-        ValueError, match=r"train\.micro_batch=8 needs 0\.00 GiB and 0\.00 GiB are free on cpu, limits of"
-    ):
+    with pytest.raises(ValueError, match=r"n_embd=32 need 0\.00 GiB and 0\.00 GiB are free on cpu, limits of"):
         training.train(small_run(tmp_path, "train.steps=2"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

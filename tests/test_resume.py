@@ -347,6 +347,36 @@ def test_a_best_loss_of_other_windows_does_not_count(key):
     assert best_loss_before(state, checkpoint, run(2)) == math.inf
 
 
+def test_a_run_that_went_back_and_was_killed_goes_back_again(tmp_path):
+    """It went on from the last save of the branch that it had left, without that branch's lines."""
+    run_dir, saved = tmp_path / "run", ("train.save_every=1", "train.keep_last=9")
+    train(small_run(tmp_path, "train.steps=4", *saved), run_dir)
+
+    def killed(step: Step) -> None:
+        if step.number == 3:
+            raise KeyboardInterrupt
+
+    back = f"resume={run_dir}/checkpoints/step_000002"
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            small_run(tmp_path, back, "optim.lr=1e-2", "train.steps=4", "train.save_every=9"), run_dir, on_step=killed
+        )
+    train(small_run(tmp_path, f"resume={run_dir}", "train.steps=5", *saved), run_dir)
+    train(small_run(tmp_path, "train.steps=5", *saved), tmp_path / "other")
+    same_end(run_dir, tmp_path / "other")
+
+
+def test_a_finished_run_keeps_the_description_of_what_trained_it(tmp_path):
+    """A comparison gave its loss to a learning rate that had never trained it."""
+    run_dir = tmp_path / "run"
+    train(small_run(tmp_path, "train.steps=2", "optim.lr=1e-3"), run_dir)
+    described = (run_dir / "config.yaml").read_text()
+    train(small_run(tmp_path, f"resume={run_dir}", "train.steps=2", "optim.lr=5e-4"), run_dir)
+    assert (run_dir / "config.yaml").read_text() == described
+    train(small_run(tmp_path, f"resume={run_dir}", "train.steps=3", "optim.lr=5e-4"), run_dir)
+    assert (run_dir / "config.yaml").read_text() != described
+
+
 def test_a_text_that_has_changed_is_refused_whatever_else_changes():
     """Keys of the data group that do not change the text do not stand for another one."""
     before = {"files": ["a.txt"], "source": "text", "seq_len": 8, "shift_windows": False, "document_mask": False}
@@ -357,8 +387,11 @@ def test_a_text_that_has_changed_is_refused_whatever_else_changes():
         with pytest.raises(ValueError, match="trained on another text"):
             refuse_another_text(checkpoint, {"data": before | {key: value}}, "now")
         refuse_another_text(checkpoint, {"data": before | {key: value}}, "then")
-    for key, value in {"files": ["b.txt"], "validation_fraction": 0.2}.items():
-        refuse_another_text(checkpoint, {"data": before | {key: value}}, "now")
+    refuse_another_text(checkpoint, {"data": before | {"files": ["b.txt"], "validation_fraction": 0.2}}, "now")
+    with pytest.raises(
+        ValueError, match=r"with data.validation_fraction=0.1, this run has 0.2; use 0.1, as what is held"
+    ):
+        refuse_another_text(checkpoint, {"data": before | {"validation_fraction": 0.2}}, "now")
 
 
 @pytest.mark.parametrize(

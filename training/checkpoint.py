@@ -12,9 +12,11 @@ hidden leftovers and whole checkpoints, nothing else. The manifest detects later
 emptied in place: it is renamed to a hidden name first. Files with other names are never touched.
 
 Saves are counted, and the newest checkpoint has the highest count: a clock may be set back, and a run that went back to
-step 10 may still have its old step 20.
+step 10 may still have its old step 20. That it did is in `went_back.json`, so that old ones are not its newest until it
+has saved again.
 """
 
+import json
 import math
 import os
 import pickle
@@ -39,6 +41,7 @@ FORMAT = 2
 WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
 FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
+WENT_BACK = "went_back.json"
 VISIBLE = re.compile(r"step_[0-9]{6,}")
 LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed|\.replaced)?\.[0-9]+")  # as `_hidden` makes them
 # what torch.load raises for a file that is no archive of its own
@@ -200,6 +203,27 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
     return final
 
 
+def go_back(folder: Path, checkpoint: Checkpoint) -> None:
+    """Before a run goes on from a `checkpoint` of its own: those saved after it are of a branch that it leaves."""
+    here, last = checkpoint.meta["save"], _last_save(folder)
+    if checkpoint.path.parent != folder.resolve() or here == last or _left_behind(folder) == (here, last):
+        return
+    temporary = _hidden(folder / WENT_BACK)
+    write_json({"to": here, "from": last}, temporary)
+    flush(temporary)
+    temporary.replace(folder / WENT_BACK)
+    flush(folder)
+
+
+def _left_behind(folder: Path) -> tuple[int, int]:
+    """(a, b): saves after a, up to b, are of a branch that the run has left; (0, 0) where there is none."""
+    try:
+        found = json.loads((folder / WENT_BACK).read_text())
+        return int(found["to"]), int(found["from"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0, 0
+
+
 def prune(folder: Path, *, keep_last: int, keep_every: int) -> None:
     """Delete all but the newest `keep_last`, the best, and steps that are multiples of `keep_every` (0: none)."""
     newest_first = _by_age(folder)
@@ -260,10 +284,12 @@ def newest_complete(
 ) -> Checkpoint | None:
     """The checkpoint of `folder` that was saved last and is whole; None where there is none.
 
-    `report` is called for each damaged one that is passed over. Those after `last_step` do not count.
+    `report` is called for each damaged one that is passed over. Those after `last_step` do not count, nor those of a
+    branch that the run has left.
     """
+    to, since = _left_behind(folder)
     for path in _by_age(folder):
-        if last_step is not None and _step(path) > last_step:
+        if (last_step is not None and _step(path) > last_step) or to < _age(path)[0] <= since:
             continue
         try:
             found = open_checkpoint(path, verify=verify)

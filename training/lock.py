@@ -13,6 +13,11 @@ SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's run
 TRIES = 10  # of taking it, a hundredth of a second apart
 
 
+def folder_of_name(run: Path) -> Path:
+    """The folder of the runs of one name that `run`, which may be a sweep's, is in."""
+    return run.parent.parent if (run.parent / SWEEP).is_file() else run.parent
+
+
 class InUse(ValueError):
     """Another process has the folder."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model import GPTConfig, resolve_attention
+from model import GPT, GPTConfig, resolve_attention
 from model.free_memory import free_bytes
 from training.hardware import Hardware
 from training.optimizer import OptimConfig
@@ -85,6 +85,23 @@ class Plan:
         """How many times the forecast a run may really need."""
         return HEAP if self.on_cpu else MARGIN
 
+    @property
+    def where(self) -> str:
+        return f"{self.hardware.device}{', limits of control groups included' if self.on_cpu else ''}"
+
+    @property
+    def larger(self) -> str:
+        return "more memory" if self.on_cpu else "a larger GPU"
+
+    @property
+    def least(self) -> int:
+        """Bytes of weights, gradients and one moment, float32, which every run of a GPT of ours keeps."""
+        if self.model.name is not None:
+            return 0
+        made, world = replace(self.model, attention="naive"), self.hardware.world
+        parameters = GPT(made, self.vocab_size, self.seq_len, device="meta").num_parameters()
+        return 12 * parameters // (world.size if world.shards else 1)
+
     def with_model(self, **changes: str) -> "Plan":
         return replace(self, model=replace(self.model, **changes))
 
@@ -125,6 +142,12 @@ class Plan:
         """The plan itself, or with `auto` one whose micro_batch fits; DoesNotFit where there is none."""
         if self.free is None:
             return self
+        if self.least > self.free:  # asked first: a step of so large a model would be followed for minutes
+            raise DoesNotFit(
+                f"weights, gradients and moments of model.num_layers={self.model.num_layers} and "
+                f"model.n_embd={self.model.n_embd} need {self.least / GIB:.2f} GiB and {self.free / GIB:.2f} GiB are "
+                f"free on {self.where}; use a smaller model or {self.larger}"
+            )
         limit = self.free / self.margin
         if auto and (fitting := self.largest_fitting(limit)):
             return fitting
@@ -134,8 +157,7 @@ class Plan:
         smallest = replace(self, micro_batch=1) if auto else self
         raise DoesNotFit(
             f"train.micro_batch={'auto' if auto else self.micro_batch} needs {smallest.peak / GIB:.2f} GiB "
-            f"{'with a single sequence ' if auto else ''}and {self.free / GIB:.2f} GiB are free on "
-            f"{self.hardware.device}{', limits of control groups included' if self.on_cpu else ''}; "
+            f"{'with a single sequence ' if auto else ''}and {self.free / GIB:.2f} GiB are free on {self.where}; "
             f"{smallest.advice(limit)}"
         )
 
@@ -151,7 +173,7 @@ class Plan:
             fewer = "a shorter data.seq_len"
             if self.model.name is not None:
                 fewer = "train.micro_batch or data.seq_len, model.activation_checkpointing=full"
-            return f"use a smaller model, {fewer} or {'more memory' if self.on_cpu else 'a larger GPU'}"
+            return f"use a smaller model, {fewer} or {self.larger}"
         return f"what fits: {', '.join(found)}"
 
     def beside(self, held: float) -> str:

@@ -17,7 +17,7 @@ from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
 from training.comparison import as_typed, flat, settings_of
-from training.lock import SWEEP
+from training.lock import SWEEP, folder_of_name
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
@@ -27,6 +27,8 @@ MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "atten
 MAY_BE_LEARNED = ("window", "rope_base")
 # keys of the data group that do not change the text and its split
 NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "num_workers")
+# how it is split: the same text split otherwise would be evaluated where it was trained on
+SPLITS_THE_TEXT = ("split", "validation_split", "validation_fraction")
 # the first of these that is set says which text it is, and beside it which key names a new one; Python's own has none
 NAMES_THE_TEXT = {"files": "files", "local_dir": "local_dir", "name": "revision"}
 # keys that a validation loss depends on
@@ -152,9 +154,15 @@ def refuse_unless_it_fits(
 
 
 def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """ValueError where the text has changed and no key of the data group says so."""
+    """ValueError where the text has changed and no key of the data group says so, or where it is split otherwise."""
     then, before, now = checkpoint.meta["data_fingerprint"], checkpoint.meta["settings"]["data"], settings["data"]
-    same = all(before.get(key, now[key]) == now[key] for key in now if key not in NOT_OF_THE_TEXT)
+    changed = [key for key in now if key not in NOT_OF_THE_TEXT and before.get(key, now[key]) != now[key]]
+    same = not changed
+    if changed and not set(changed) - {*SPLITS_THE_TEXT} and (then != fingerprint):
+        raise _was_another(
+            f"resume={checkpoint.path}", f"data.{changed[0]}", before[changed[0]], now[changed[0]],
+            f", as what is held out now was trained on, or begin a run of its own with init_from={checkpoint.path}",
+        )  # fmt: skip
     if same and then != fingerprint:
         key = next((key for key in NAMES_THE_TEXT if now.get(key)), "source")
         another = f", name the new one (data.{NAMES_THE_TEXT[key]}=NEW)" if key in NAMES_THE_TEXT else ""
@@ -200,8 +208,11 @@ def _refuse_another_model(
 
 def newest_sweep(run: Path) -> Path | None:
     """The newest sweep of the run's name that has checkpoints, but for its own; None where there is none."""
-    of_name = run.parent.parent if (run.parent / SWEEP).is_file() else run.parent
-    sweeps = {path.parent.parent for path in of_name.glob("*/*/checkpoints") if (path.parents[1] / SWEEP).is_file()}
+    sweeps = {
+        path.parent.parent
+        for path in folder_of_name(run).glob("*/*/checkpoints")
+        if (path.parents[1] / SWEEP).is_file()
+    }
     return max(sweeps - {run.parent}, key=lambda sweep: sweep.name, default=None)
 
 

@@ -3,6 +3,7 @@
 It allocates nothing on the device and writes nothing but the text's tokens into their cache.
 """
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from training.memory import Plan
 from training.parallel import ALONE, World
 from training.profile import refuse_too_few
 from training.speed import slow_on_a_cpu
+from training.stop import folder_value
 from training.wandb_run import wandb_mode
 
 
@@ -148,7 +150,8 @@ class Run:
             lines.append(f"graphs     {'on' if self.graphs else 'off'} ({self.graphs_reason})")
         if self.settings["resume"] == "auto" and not self.resumed:
             sweep = resume.newest_sweep(run_dir)
-            another = f"; hydra.sweep.dir={sweep} goes on with the sweep there" if sweep else ""
+            argument = sweep and shlex.quote(f"hydra.sweep.dir={folder_value(sweep)}")
+            another = f"; {argument} goes on with the sweep there" if sweep else ""
             lines.append(f"resumed    nothing: {run_dir} has no checkpoint yet; it begins at its first step{another}")
         if self.initial:
             lines.append(f"weights    of {self.initial.path} after {self.initial.step} steps; all else begins anew")
