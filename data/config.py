@@ -13,6 +13,8 @@ MAX_WORKERS = 1024  # more than a machine has cores; each holds a piece of text
 
 # keys that belong to some sources; another would ignore them
 _HUB = ("name", "config", "revision", "split", "validation_split", "test_split", "streaming", "local_dir", "documents")
+# keys of what is not trained on, and what it is without them
+HELD_OUT = {"validation_split": " for the last data.validation_fraction", "test_split": ""}
 _KEYS = {"files": ("text",), "text_field": ("text", "hub")} | dict.fromkeys(_HUB, ("hub",))
 
 
@@ -26,7 +28,9 @@ class DataConfig:
     text_field: str = "text"  # the column of JSONL, parquet and hub rows that holds the text
     name: str | None = None  # hub only: the dataset, as "HuggingFaceFW/fineweb-edu"
     config: str | None = None  # hub only: its configuration ("subset" on its page), as "sample-10BT"
-    revision: str | None = None  # hub only: a commit or tag; null: the newest, whose commit the fingerprint then holds
+    revision: str | None = (
+        None  # hub only: a commit or tag; null: the newest when the text is first tokenized, and that one from then on
+    )
     split: str = "train"  # hub only: what is trained on; "train[:1%]" works without streaming and local_dir
     validation_split: str | None = None  # hub only: what is held out; null: the last validation_fraction of `split`
     test_split: str | None = None  # hub only: tokenized as well
@@ -92,12 +96,9 @@ class DataConfig:
                 f"data.revision={self.revision} is a commit of the hub, and data.local_dir={self.local_dir} is read as "
                 "it lies; use data.revision=null, or leave data.local_dir out"
             )
-        for key, otherwise in (("validation_split", " for the last data.validation_fraction"), ("test_split", "")):
+        for key in HELD_OUT:
             if (held_out := getattr(self, key)) and _overlap(self.split, held_out):
-                raise ValueError(
-                    f"data.{key}={held_out} has rows that are trained on (data.split={self.split}); hold out others, "
-                    f"or leave it out{otherwise}"
-                )
+                raise self.trained_on(key)
         if self.validation_split and self.validation_fraction != DataConfig.validation_fraction:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} holds out the end of data.split, and "
@@ -105,9 +106,17 @@ class DataConfig:
                 "data.validation_split=null"
             )
 
+    def trained_on(self, key: str) -> ValueError:
+        """That the split of `key`, one of HELD_OUT, has rows of data.split."""
+        return ValueError(
+            f"data.{key}={getattr(self, key)} has rows that are trained on (data.split={self.split}); hold out others, "
+            f"or leave it out{HELD_OUT[key]}"
+        )
+
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two splits certainly have rows in common; two slices of a split may be cut side by side."""
+    """Whether two splits certainly have rows in common; two slices of a split may be cut side by side, which is known
+    when they are read (data/hub.py)."""
     for a, b in itertools.product(re.split(r"\s*\+\s*", one), re.split(r"\s*\+\s*", other)):
         wholes = {part for part in (a, b) if "[" not in part}
         if a == b or "all" in wholes or (wholes and a.partition("[")[0] == b.partition("[")[0]):
@@ -117,7 +126,7 @@ def _overlap(one: str, other: str) -> bool:
 
 def check_tokenizer(name: str) -> None:
     """ValueError unless there may be a tokenizer of that name: one of ours, a folder, OWNER/NAME of the hub."""
-    if name not in TOKENIZERS and "/" not in name and not Path(name).is_dir():
+    if name not in TOKENIZERS and "/" not in name and not (name and Path(name).is_dir()):
         raise ValueError(
             f"tokenizer={name} is not known; use one of {', '.join(TOKENIZERS)}, or a folder with a tokenizer.json"
         )

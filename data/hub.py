@@ -4,18 +4,19 @@ Rows come in the order of the dataset's files, some thousand at a time, so memor
 hub's files are copied to its cache (HF_HOME) unless data.streaming=true; those of data.local_dir are read in place.
 """
 
+import filecmp
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from data.config import DataConfig
+from data.config import HELD_OUT, DataConfig
 from data.shards import file_sha256
-from data.textfiles import readable, refuse_changed
+from data.textfiles import readable, refuse_changed, refuse_unlisted
 
 Rows = Callable[[], Iterator[str]]
 
@@ -28,6 +29,7 @@ def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, int]]:
 
     Hidden files, as git's, are not the dataset's.
     """
+    refuse_unlisted(folder)
     with readable(folder):
         paths = sorted(folder.rglob("*"))
     hashes, modified_ns = {}, {}
@@ -50,6 +52,7 @@ def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path
     """
     import datasets
 
+    sizes = None  # of streams, which have no slices
     splits = {"train": data.split, "validation": data.validation_split, "test": data.test_split}
     with _one_line(data):
         # without a network `datasets` retries for 23 s before it looks into its cache; offline it looks at once
@@ -68,18 +71,32 @@ def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path
                 read: Callable[[str], Any] = builder.as_streaming_dataset
             else:
                 builder.download_and_prepare()
-                read = builder.as_dataset
+                read, sizes = builder.as_dataset, builder.info.splits
             tables = {split: read(spec) for split, spec in splits.items() if spec}
+    if sizes:
+        _refuse_shared_rows(data, {name: split.num_examples for name, split in sizes.items()})
     return {split: partial(_texts, data, split, table, modified_ns) for split, table in tables.items()}, builder.hash
+
+
+def _refuse_shared_rows(data: DataConfig, sizes: Mapping[str, int]) -> None:
+    """ValueError where slices that are held out have rows of those that are trained on. sizes: rows of each split."""
+    from datasets import ReadInstruction
+
+    for key in HELD_OUT:
+        if held_out := getattr(data, key):
+            one, other = (ReadInstruction.from_spec(spec).to_absolute(sizes) for spec in (data.split, held_out))
+            for a, b in product(one, other):
+                if a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to):
+                    raise data.trained_on(key)
 
 
 def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Iterable[Path]) -> None:
     """ValueError where `datasets` would read a file that was not hashed, whose tokens would outlive its changes in the
-    cache, or one of its own that lies beside a dataset of `save_to_disk`.
+    cache, or one of its own that lies beside a dataset of `save_to_disk`, or a copy of another.
 
     files: of each split, as the folder's README.md names them; a hub's copy is made of links to files.
     """
-    hashed = {path.resolve() for path in hashed}
+    hashed, alike = {path.resolve() for path in hashed}, {}
     for file in map(Path, chain.from_iterable(files.values())):
         if file.resolve() not in hashed:
             raise ValueError(
@@ -91,6 +108,13 @@ def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Iter
                 f"{_title(data)} reads {file}, a copy that `datasets` keeps of what was made from its rows; delete it, "
                 "or save the dataset again"
             )
+        of_its_size = alike.setdefault(file.stat().st_size, [])
+        if copy := next((other for other in of_its_size if filecmp.cmp(file, other, shallow=False)), None):
+            raise ValueError(
+                f"{_title(data)} reads one text twice, as {copy} and {file}, and what is held out of one may be "
+                "trained on in the other; delete one"
+            )
+        of_its_size.append(file)
 
 
 def refuse_if_not_cached(data: DataConfig) -> None:

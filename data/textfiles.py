@@ -10,12 +10,13 @@ import codecs
 import glob
 import hashlib
 import json
+import os
 import reprlib
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def find(patterns: list[str]) -> list[Path]:
         except OSError as error:  # a name too long
             raise ValueError(f"data.files={pattern} cannot be a file ({error.strerror}); check the path") from error
         if path.is_dir():
-            there = {file.suffix for file in path.iterdir()}
+            with readable(path):
+                there = {file.suffix for file in path.iterdir()}
             if not there:
                 raise ValueError(f"data.files={pattern} is an empty folder; give one with files, or a file")
             named = next((f"*{ending}" for ending in (".txt", *KINDS) if ending in there), "**")  # in its folders, too
@@ -66,6 +68,8 @@ def find(patterns: list[str]) -> list[Path]:
         if there:
             paths.append(path)
             continue
+        if "**" in path.parts:
+            refuse_unlisted(Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)))
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
         if not matches:
             several = f", or several as data.files=[{pattern}]" if "," in pattern else ""
@@ -105,6 +109,16 @@ def inspect(paths: list[Path]) -> list[TextFile]:
                 marked = kind == "text" and file.read(3) == codecs.BOM_UTF8
         files.append(TextFile(path, kind, found.st_size, digest, found.st_mtime_ns, marked))
     return files
+
+
+def refuse_unlisted(folder: Path) -> None:
+    """ValueError for a folder in `folder` that may not be listed, which `glob` leaves out in silence."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{error.filename} cannot be read ({error.strerror}); leave it out") from error
+
+    for _ in os.walk(folder, onerror=refuse):
+        pass
 
 
 @contextmanager

@@ -38,6 +38,7 @@ class Counts:
     tokens: int = 0
     bytes: int = 0  # of the text as UTF-8, without end-of-text
     documents: int = 0
+    unknown: int = 0  # tokens that stand for text without one of its own
 
 
 def pieces(
@@ -94,6 +95,7 @@ def tokenize(
         return first, encoding.encode_to_numpy(text, disallowed_special=(), **begins), len(text.encode())
 
     asked = {} if isinstance(encoding, tiktoken.Encoding) else {"divides": encoding.divides}
+    unknown = getattr(encoding, "unk_token", None)
     for first, tokens, size in ordered_map(encode, pieces(fragments, **asked), num_workers):
         if first and counts.documents:
             counts.tokens += 1
@@ -101,6 +103,13 @@ def tokenize(
         counts.documents += first
         counts.tokens += len(tokens)
         counts.bytes += size
+        if unknown is not None:
+            counts.unknown += int((tokens == unknown).sum())
+        if asked and (tokens == encoding.eot_token).any():  # tiktoken's reads no text as that
+            raise ValueError(
+                f"tokenizer={encoding.name} reads {encoding.decode([encoding.eot_token])!r} in the text as the end of "
+                "a document; take it out of the text, or use another tokenizer"
+            )
         yield tokens
 
 

@@ -88,6 +88,9 @@ class FileEncoding:
         decoder = json.dumps(state["tokenizer"].get("decoder"))
         self._of_bytes, self._falls_back = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         self._end = self._inner.decode([self.eot_token], skip_special_tokens=False)
+        model = state["tokenizer"].get("model", {})
+        unknown = model.get("unk_id") if model.get("unk_token") is None else self._inner.token_to_id(model["unk_token"])
+        self.unk_token = None if model.get("byte_fallback") else unknown  # what stands for text that has no token
         self._line: list[int] = []  # a newline behind the blank that is put before any text; empty where none is
         with suppress(ValueError):  # an alphabet without newlines
             line = self.encode_ordinary("\n")

@@ -123,7 +123,7 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
     figures = {
         "architecture": f"{name_of_class}, {parameters:,} parameters",
         "data": f"{text}, fingerprint {checkpoint.meta['data_fingerprint'][:12]}",
-        "tokenizer": f"{settings['tokenizer']}, {model.vocab_size:,} tokens",
+        "tokenizer": f"{_public(settings['tokenizer'])}, {model.vocab_size:,} tokens",
         "context": f"{model.seq_len:,} tokens",
         "trained on": f"{checkpoint.step * train['batch_tokens']:,} tokens, {checkpoint.step:,} steps",
         **validation(checkpoint),
@@ -131,16 +131,23 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
     }
     (about, terms), base = ABOUT, model.config.name
     if base is not None:
-        base = Path(base).name if Path(base).is_dir() else base
+        base = _public(base)
         about, terms = f"{base}, trained further on the text below.", f"What {base} has holds on."
     if began := "an earlier run" if settings.get("init_from") else base:
         figures["trained on"] += f", from the weights of {began}"
     rows = "\n".join(f"| {key} | {value} |" for key, value in figures.items())
     shown = {key: settings[key] for key in ("model", "optim", "train")}
     if model.config.name is not None:  # the other keys describe a GPT of ours
-        shown["model"] = {key: settings["model"][key] for key in ("name", "dropout", "attention_dropout")}
+        shown["model"] = {key: settings["model"][key] for key in ("name", "dropout", "attention_dropout")} | {
+            "name": base
+        }
     settings_yaml = yaml.safe_dump(shown, sort_keys=False).strip()
     return CARD.format(name=name, about=about, rows=rows, settings=settings_yaml, terms=terms)
+
+
+def _public(name: str) -> str:
+    """A name of the hub as it is; of a folder here, which is nobody's business, the last part."""
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def validation(checkpoint: Checkpoint) -> dict[str, str]:

@@ -59,7 +59,8 @@ def lay_out(path: Path, configs: dict[str, dict[str, list[list[str]]]], column: 
         for split, files in splits.items():
             card += f"  - split: {split}\n    path: {config}/{split}-*\n"
             for i, rows in enumerate(files):
-                table = pa.table({"n": range(len(rows)), column: rows})
+                first = len(split)  # no two splits are the same file
+                table = pa.table({"n": range(first, first + len(rows)), column: rows})
                 pq.write_table(table, path / config / f"{split}-{i:05d}-of-{len(files):05d}.parquet")
     (path / "README.md").write_text(f"---\n{card}---\n# A dataset\n")
     return path
@@ -184,6 +185,32 @@ def test_what_datasets_keeps_beside_a_saved_dataset_is_refused(tmp_path, cache):
     assert opened(cache, local_dir=str(place)).fingerprint == before.fingerprint
 
 
+def test_a_copy_of_a_file_is_refused(tmp_path, cache):
+    """What is held out at the end of one would be trained on in the other."""
+    (tmp_path / "set").mkdir()
+    for name, text in (("one", "ab"), ("other", "cd"), ("third", "ab")):
+        (tmp_path / "set" / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n' * 9)
+    with pytest.raises(ValueError, match=r"reads one text twice, as .*one\.jsonl and .*third\.jsonl, .*; delete one"):
+        opened(cache, local_dir=str(tmp_path / "set"))
+    (tmp_path / "set" / "third.jsonl").unlink()
+    assert opened(cache, local_dir=str(tmp_path / "set"))
+
+
+def test_a_folder_that_may_not_be_listed_is_named(folder, cache, monkeypatch):
+    """`rglob` leaves it out."""
+    listed = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "de":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for values in ({"local_dir": str(folder)}, {"source": "text", "files": f"{folder}/**"}):
+        with pytest.raises(ValueError, match=rf"^{folder}/de cannot be read \(Permission denied\); leave it out$"):
+            opened(cache, **values)
+
+
 def test_a_file_that_cannot_be_hashed_is_named(folder, cache, monkeypatch):
     """As on a failing disk, or a server that has gone."""
 
@@ -271,6 +298,23 @@ def test_from_the_hubs_cache(folder, cache, tmp_path, monkeypatch):
     assert text_of(opened(cache, **german, streaming=True), "train") == "de eins|de zwei|de drei"
     shutil.rmtree(tmp_path / "hf")
     assert opened(cache, **german).fingerprint == newest.fingerprint, "a tokenized copy needs no hub"
+
+
+def test_slices_that_share_rows_are_refused(folder, cache, tmp_path, monkeypatch):
+    in_the_hubs_cache(folder, "us/corpus", "de", COMMITS[:1], tmp_path / "hf", monkeypatch)
+    german = {"name": "us/corpus", "config": "de", "text_field": "body"}
+    for split, held_out in (
+        ("train[:2]", "train[1:]"),
+        ("train[:1]", "train[:67%]"),
+        ("train[1:]+validation", "train[-1:]"),
+    ):
+        for key in ("validation_split", "test_split"):
+            with pytest.raises(ValueError, match=rf"^data\.{key}={re.escape(held_out)} has rows that are trained on"):
+                opened(cache, **german | {"split": split, key: held_out})
+    assert (
+        text_of(opened(cache, **german | {"split": "train[:-1]", "validation_split": "train[-1:]"}), "train")
+        == "de eins|de zwei"
+    )
 
 
 def test_another_commit_is_another_text(folder, cache, tmp_path, monkeypatch):

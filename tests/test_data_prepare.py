@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import DataConfig, TokenBatches, build_tokenizer, open_dataset
+from data.config import check_tokenizer
 from data.dataset import digest, locate
 from data.sources import embedded_topics
 from data.textfiles import find, inspect, lines, read
@@ -596,6 +597,8 @@ def test_rows_that_are_trained_on_are_not_held_out(key, split, held_out, overlap
 
 
 def test_unknown_tokenizer():
+    with pytest.raises(ValueError, match="tokenizer= is not known; use one of bytes"):
+        check_tokenizer("")
     with pytest.raises(ValueError, match="tokenizer=gpt5 is not known; use one of bytes"):
         build_tokenizer("gpt5")
 

@@ -10,7 +10,7 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data import build_tokenizer, tokenizer_from_state, tokenizer_state
+from data import DataConfig, build_tokenizer, open_dataset, tokenizer_from_state, tokenizer_state
 from data.tokenize import PIECE_CHARACTERS, Counts, head, pieces, tail, tokenize
 from data.tokenizer import END_OF_TEXT
 from data.tokenizer_file import FileEncoding
@@ -110,6 +110,40 @@ def test_a_tokenizer_json_without_newlines_takes_a_long_text():
         cut = list(tokenize([(text, True)], encoding, 1, Counts()))
         assert len(cut) > 1
         assert np.concatenate(cut).tolist() == ours.encode_ordinary(text)
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The folder of a tokenizer whose vocabulary, and not a special token, has the end of text."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs transformers: uv run --group hf")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "<unk>": 1, "a": 2, "b": 3}, "<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a b a b </s> a\n" * 9, "reads '</s>' in the text as the end of a document; take it out of the text, or use"),
+        ("a b c\n" * 9, r"has no token for much of the train text: 8 of 24 stand for text that is lost; use another"),
+    ],
+)
+def test_a_text_of_whose_words_some_are_lost_or_end_it_is_refused(words, text, said, tmp_path):
+    (tmp_path / "a.txt").write_text(text)
+    data = DataConfig(source="text", files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), seq_len=2)
+    with pytest.raises(ValueError, match=f"tokenizer=.* {said}"):
+        open_dataset(data, str(words))
+
+
+def test_a_few_unknown_words_are_counted(words, tmp_path):
+    (tmp_path / "a.txt").write_text("a b\n" * 150 + "c\n" + "a b\n" * 50)
+    data = DataConfig(source="text", files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), seq_len=2)
+    said = []
+    open_dataset(data, str(words), report=said.append)
+    assert said[0].endswith("MB/s), 1 tokens unknown")
+    assert said[1].endswith("MB/s)")
 
 
 def test_tokens_of_sentencepiece_are_streamed_with_their_blanks_and_bytes(tmp_path):

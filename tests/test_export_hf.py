@@ -174,10 +174,12 @@ def test_the_card_has_the_figures_of_the_run(run, exported):
 def test_the_card_names_other_data(changed, said, run):
     checkpoint = open_checkpoint(run)
     checkpoint.meta["settings"]["data"] |= changed
-    checkpoint.meta["settings"]["init_from"] = "runs/another"
+    checkpoint.meta["settings"] |= {"init_from": "runs/another", "tokenizer": str(run)}
     card = export_hf.model_card("it", checkpoint, gpt(**SWIGLU))
     assert said in card
     assert "| trained on | 512 tokens, 2 steps, from the weights of an earlier run |" in card
+    assert f"| tokenizer | {run.name}, " in card
+    assert str(run.parent) not in card
 
 
 def test_figures_are_those_of_the_checkpoint_and_not_made_up(run, tmp_path):
