@@ -237,7 +237,7 @@ def test_a_folder_of_nothing_is_one_line(tmp_path, cache):
         ({}, "Please pick one among the available configs: ['en', 'de']"),
         ({"config": "de", "split": "test"}, "Bad split: test. Available splits: ['train', 'validation']"),
         ({"config": "de"}, 'has no column "text"; choose one of them with data.text_field: n, body'),
-        ({"config": "de", "text_field": "n"}, "row 1 of its train split has no text in its column \"n\" (it is 0)"),
+        ({"config": "de", "text_field": "n"}, "row 1 of its train split has no text in its column \"n\" (it is 5)"),
         ({"local_dir": "{p}/nowhere"}, "nowhere is not a folder; give a path from"),
         ({"local_dir": "~nosuchuser/set"}, "data.local_dir=~nosuchuser/set names no home"),
         ({"local_dir": "{p}/set/de", "documents": "wikitext", "text_field": "nothing"}, 'has no column "nothing"'),
