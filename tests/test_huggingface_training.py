@@ -95,7 +95,10 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     assert f"from the weights of {folder.name} |" in card
     assert "instructions" not in card, "it may have been taught"
     assert f"What {folder.name} has holds on." in card
-    assert f"\nmodel:\n  name: {folder}\n  dropout: 0.0\n  attention_dropout: 0.0\noptim:" in card, "mlp is not theirs"
+    assert f"\nmodel:\n  name: {folder.name}\n  dropout: 0.0\n  attention_dropout: 0.0\noptim:" in card, (
+        "mlp is not theirs"
+    )
+    assert str(folder.parent) not in card
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer(TEXT)["input_ids"] == build_tokenizer("bytes").encode_ordinary(TEXT)
