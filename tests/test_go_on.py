@@ -224,6 +224,14 @@ def test_auto_says_how_the_last_sweep_of_a_name_goes_on(here, train):
     assert said in train(*OWN, "name=k=v", "resume=auto", "hydra.run.dir='runs/k=v/2026-01-03_00-00-00'").out
 
 
+def test_another_context_is_one_that_the_run_s_steps_can_have(here, train):
+    assert train(*OWN, "train.steps=1").code == 0
+    refused = train(f"resume={the_run()}", "data.seq_len=48", "train.steps=2").error
+    assert "train.batch_tokens=256 is not a multiple of data.seq_len=48; use data.seq_len=" in refused
+    remedy = refused.split()[-1]
+    assert train(f"resume={the_run()}", remedy, "train.steps=2").code == 0
+
+
 def test_the_tenth_run_of_a_second_is_newer_than_the_ninth(here):
     for name in ("2026-01-02_00-00-00", "2026-01-02_00-00-00_9", "2026-01-02_00-00-00_10", "renamed"):
         Path("runs/mine", name, "checkpoints").mkdir(parents=True)
