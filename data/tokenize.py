@@ -55,7 +55,9 @@ def pieces(
     def cut_of(pattern: re.Pattern, text: str, begin: int) -> int | None:
         for found in pattern.finditer(text, begin):
             cut = found.start()
-            if divides(text[max(0, cut - _AROUND) : cut], text[cut : cut + _AROUND]):
+            left, right = text[max(0, cut - _AROUND) : cut], text[cut : cut + _AROUND]
+            in_a_run = len(left) == _AROUND and left.isspace()  # of blanks, whose tokens depend on where it begins
+            if not in_a_run and divides(left, right):
                 return cut
         return None
 

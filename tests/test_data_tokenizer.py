@@ -241,6 +241,22 @@ def test_another_pattern_than_gpt2s_is_asked_about_each_cut(llama3, monkeypatch)
     assert found.tolist() == llama3.encode_ordinary(text)
 
 
+def test_a_run_of_newlines_longer_than_is_looked_at_is_not_cut():
+    """A tokenizer that joins two of them pairs them from the first on, which it did not see."""
+
+    def pairs(text: str) -> list[str]:
+        return re.findall(r"\n\n|[\s\S]", text)
+
+    def divides(left: str, right: str) -> bool:
+        return pairs(left + right) == pairs(left) + pairs(right)
+
+    for number in range(60, 70):
+        text = "a" * (100 - number) + "\n" * number + "b\n" * 50
+        cut = [piece for piece, _ in pieces([(text, True)], 98, divides)]
+        assert len(cut) > 1
+        assert [pair for piece in cut for pair in pairs(piece)] == pairs(text)
+
+
 def test_a_text_without_lines_that_begin_in_ascii_is_cut_too():
     line = "\u3000\u3000天地玄黃，宇宙洪荒。\n"
     cut = [text for text, _ in pieces([(line * 50, True), (line * 50, False)], 40)]
