@@ -4,13 +4,12 @@ Rows come in the order of the dataset's files, some thousand at a time, so memor
 hub's files are copied to its cache (HF_HOME) unless data.streaming=true; those of data.local_dir are read in place.
 """
 
-import filecmp
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,12 @@ def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, int]]:
     return hashes, modified_ns
 
 
-def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path, int]) -> tuple[dict[str, Rows], str]:
+def open_splits(
+    data: DataConfig, folder: Path | None, hashes: Mapping[str, str], modified_ns: Mapping[Path, int]
+) -> tuple[dict[str, Rows], str]:
     """The texts of the rows of each split, in order; and the hub's commit (of a `folder`: a hash by `datasets`).
 
-    modified_ns: as `hash_folder` found the files of `folder`; a change since is refused at the end of a split.
+    hashes, modified_ns: as `hash_folder` found the files of `folder`; a change since is refused at the end of a split.
 
     Raises ValueError, one line that names the ways out, where neither the hub nor its cache has the dataset; where
     the cache has another revision than data.revision; and for a split or column that the dataset lacks.
@@ -65,7 +66,8 @@ def open_splits(data: DataConfig, folder: Path | None, modified_ns: Mapping[Path
             if re.fullmatch("[0-9a-f]{40}", data.revision or "") and not folder and builder.hash != data.revision:
                 raise ValueError(f"the cache in HF_HOME holds commit {builder.hash} in place of {data.revision}")
         if folder:
-            _refuse_files(data, builder.config.data_files, modified_ns)
+            found = {path.resolve(): hashes[path.relative_to(folder).as_posix()] for path in modified_ns}
+            _refuse_files(data, builder.config.data_files, found)
         with _one_line(data):
             if data.streaming or folder:
                 read: Callable[[str], Any] = builder.as_streaming_dataset
@@ -90,15 +92,17 @@ def _refuse_shared_rows(data: DataConfig, sizes: Mapping[str, int]) -> None:
                     raise data.trained_on(key)
 
 
-def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Iterable[Path]) -> None:
+def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Mapping[Path, str]) -> None:
     """ValueError where `datasets` would read a file that was not hashed, whose tokens would outlive its changes in the
     cache, or one of its own that lies beside a dataset of `save_to_disk`, or a copy of another.
 
     files: of each split, as the folder's README.md names them; a hub's copy is made of links to files.
+    hashed: SHA-256 of each file that was.
     """
-    hashed, alike = {path.resolve() for path in hashed}, {}
-    for file in map(Path, chain.from_iterable(files.values())):
-        if file.resolve() not in hashed:
+    named = "+".join(filter(None, (data.split, data.validation_split, data.test_split)))
+    used, first = {part.partition("[")[0].strip() for part in named.split("+")}, {}
+    for split, file in ((split, Path(file)) for split, of_split in files.items() for file in of_split):
+        if (sha256 := hashed.get(file.resolve())) is None:
             raise ValueError(
                 f"{_title(data)} reads {file}, which was not hashed (it is outside, hidden, behind a linked folder or "
                 "new), so that a change would not be seen; put it there under a name without a dot, and run again"
@@ -108,13 +112,11 @@ def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Iter
                 f"{_title(data)} reads {file}, a copy that `datasets` keeps of what was made from its rows; delete it, "
                 "or save the dataset again"
             )
-        of_its_size = alike.setdefault(file.stat().st_size, [])
-        if copy := next((other for other in of_its_size if filecmp.cmp(file, other, shallow=False)), None):
+        if str(split) in used and (other := first.setdefault(sha256, file)) != file:
             raise ValueError(
-                f"{_title(data)} reads one text twice, as {copy} and {file}, and what is held out of one may be "
+                f"{_title(data)} reads one text twice, as {other} and {file}, and what is held out of one may be "
                 "trained on in the other; delete one"
             )
-        of_its_size.append(file)
 
 
 def refuse_if_not_cached(data: DataConfig) -> None:

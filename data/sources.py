@@ -109,6 +109,7 @@ def _hub(data: DataConfig) -> Source:
             },
         )
     identity: dict[str, Any] = {"source": "wikitext" if data.documents == "wikitext" else "hub"}
+    hashes: dict[str, str] = {}
     modified_ns: dict[Path, int] = {}
     if folder:
         hashes, modified_ns = hub.hash_folder(folder)
@@ -123,7 +124,7 @@ def _hub(data: DataConfig) -> Source:
     about: dict[str, Any] = {}
 
     def splits() -> dict[str, Stream]:
-        opened, about["commit"] = hub.open_splits(data, folder, modified_ns)
+        opened, about["commit"] = hub.open_splits(data, folder, hashes, modified_ns)
         streams = {split: lambda rows=rows: _documents(rows(), data.documents) for split, rows in opened.items()}
         if "validation" in streams:
             return streams

@@ -124,7 +124,7 @@ def test_rows_are_read_one_batch_at_a_time(folder, monkeypatch):
     monkeypatch.setattr(hub, "_ROWS", 1)
     next((folder / "de").glob("train-00001*")).write_bytes(b"PAR1 junk PAR1")
     data = DataConfig(source="hub", local_dir=str(folder), config="de", text_field="body")
-    rows = hub.open_splits(data, folder, hub.hash_folder(folder)[1])[0]["train"]()
+    rows = hub.open_splits(data, folder, *hub.hash_folder(folder))[0]["train"]()
     assert [next(rows), next(rows)] == ["de eins", "de zwei"]
     with pytest.raises(ValueError, match=r"data\.local_dir=.* cannot be read \(") as refused:
         next(rows)
