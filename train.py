@@ -130,10 +130,9 @@ def run(
     )  # fmt: skip
     saver = ShardSender()  # in the other processes
     if world.is_first:
-        going_on = resumed if first_step < config.steps else None
-        saver = Saver(run_dir / "checkpoints", config.keep_last, config.keep_every, log.say, world, going_on)
-    if first_step < config.steps or not (run_dir / "config.yaml").exists():  # what trains no more is described
-        on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
+        saver = Saver(run_dir / "checkpoints", config.keep_last, config.keep_every, log.say, world)
+    trains = first_step < config.steps
+    on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol, trains=trains)
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
     # --- what is done about a loss or gradient that is not finite
@@ -179,6 +178,8 @@ def run(
             loss, grad_norm = stepper.step(batch)
             step += 1
             on_step(Step(step, batch, loss, grad_norm, optimizer))
+            if resumed and step == first_step + 1:
+                saver.go_back(resumed)
 
             # --- after a loss or gradient that is not finite the optimizer does nothing, so the check may come a step
             # late and set `step` back; it does not where the loss or the weights are logged, saved or evaluated

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from conf.keys import is_folder_name
 from training.lock import NAME as LOCK
-from training.lock import SWEEP, folder_of_name
+from training.lock import SWEEP, by_time
 
-DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 LOG_OF_ANOTHER = re.compile(r"rank_\d+\.log")  # of several processes, which leave them where they fail
 MADE: set[Path] = set()  # by this process, before anything was checked
 
@@ -29,11 +28,7 @@ def resumed_run(resume: str | None, name: str | None, experiment: str) -> Path |
         # .../<run>/checkpoints/<name>  ->  .../<run>
         checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
         run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-        if (
-            (run / "checkpoints").is_dir()
-            and checkpoint.is_dir()
-            and (not name or str(name) == folder_of_name(run).name)
-        ):
+        if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in _names(run)):
             return run
     return None
 
@@ -42,14 +37,13 @@ def newest_run(name: str | None, experiment: str) -> Path | None:
     """The folder that resume=auto means; None where there is no run of that name. One that was killed before its first
     checkpoint is begun anew."""
     earlier = [path.parent for path in Path(_runs(name, experiment)).glob("*/checkpoints")]
-    return max(earlier, key=_by_its_name, default=None)
+    return max(earlier, key=by_time, default=None)
 
 
-def _by_its_name(run: Path) -> tuple[bool, list[str | int]]:
-    """Sorts by the time in a folder's name and the number behind it, 10 after 9; one without a time was renamed by the
-    user, so it comes first."""
-    dated = bool(DATED.match(run.name))
-    return dated, [int(part) for part in re.findall("[0-9]+", run.name)] if dated else [run.name]
+def _names(run: Path) -> list[str]:
+    """What a run may be called by: its folder's folder and, as a sweep's run has one more, that one's; not `runs`."""
+    above = run.parent.parent.name
+    return [run.parent.name, *([] if above == "runs" else [above])]
 
 
 def _runs(name: str | None, experiment: str) -> str:

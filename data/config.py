@@ -28,9 +28,7 @@ class DataConfig:
     text_field: str = "text"  # the column of JSONL, parquet and hub rows that holds the text
     name: str | None = None  # hub only: the dataset, as "HuggingFaceFW/fineweb-edu"
     config: str | None = None  # hub only: its configuration ("subset" on its page), as "sample-10BT"
-    revision: str | None = (
-        None  # hub only: a commit or tag; null: the newest when the text is first tokenized, and that one from then on
-    )
+    revision: str | None = None  # hub only: a commit or tag; null: the newest when the text is first tokenized
     split: str = "train"  # hub only: what is trained on; "train[:1%]" works without streaming and local_dir
     validation_split: str | None = None  # hub only: what is held out; null: the last validation_fraction of `split`
     test_split: str | None = None  # hub only: tokenized as well

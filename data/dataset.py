@@ -30,6 +30,7 @@ from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_labe
 
 FORMAT = 1  # raise it when the same text would give other tokens or another layout; old folders are then not used
 MANIFEST = "manifest.json"
+LOOKED_AT = 1_000_000  # tokens before which a text is not refused for its unknown ones, unless it ends
 MOST_UNKNOWN = 0.01  # of a text's tokens may stand for what has none
 _ABANDONED_SECONDS = 86_400  # a temporary folder this old belongs to a process that was killed
 
@@ -170,18 +171,25 @@ def _prepare(
             began, counts, writer = time.perf_counter(), Counts(), ShardWriter(folder, split, dtype)
             for tokens in tokenize(stream(), encoding, num_workers, counts):
                 writer.append(tokens)
+                if split == "train" and counts.tokens >= LOOKED_AT:
+                    _refuse_lossy(tokenizer, counts)
+            if split == "train":
+                _refuse_lossy(tokenizer, counts)
             manifest["splits"][split] = asdict(counts) | {"shards": writer.close()}
             megabytes, seconds = counts.bytes / 1e6, time.perf_counter() - began
             said = f"{megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)"
-            if counts.unknown > MOST_UNKNOWN * counts.tokens:
-                raise ValueError(
-                    f"tokenizer={tokenizer} has no token for much of the {split} text: {counts.unknown:,} of "
-                    f"{counts.tokens:,} stand for text that is lost; use another, as bytes or gpt2"
-                )
             say(f"tokenized {split}: {said}" + f", {counts.unknown:,} tokens unknown" * bool(counts.unknown))
         with open(folder / MANIFEST, "x") as file:
             json.dump(manifest | {"checksum": digest(manifest)}, file, indent=1)
         flush(folder / MANIFEST)
+
+
+def _refuse_lossy(tokenizer: str, counts: Counts) -> None:
+    if counts.unknown > MOST_UNKNOWN * counts.tokens:
+        raise ValueError(
+            f"tokenizer={tokenizer} has no token for much of the text: {counts.unknown:,} of {counts.tokens:,} stand "
+            "for text that is lost; use another, as bytes or gpt2"
+        )
 
 
 def _alphabet(stream: Stream) -> str:

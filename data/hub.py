@@ -112,7 +112,7 @@ def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Mapp
                 f"{_title(data)} reads {file}, a copy that `datasets` keeps of what was made from its rows; delete it, "
                 "or save the dataset again"
             )
-        if str(split) in used and (other := first.setdefault(sha256, file)) != file:
+        if str(split) in used and file.stat().st_size and (other := first.setdefault(sha256, file)) != file:
             raise ValueError(
                 f"{_title(data)} reads one text twice, as {other} and {file}, and what is held out of one may be "
                 "trained on in the other; delete one"

@@ -69,7 +69,8 @@ def find(patterns: list[str]) -> list[Path]:
             paths.append(path)
             continue
         if "**" in path.parts:
-            refuse_unlisted(Path(*takewhile(lambda part: not glob.has_magic(part), path.parts)))
+            for folder in glob.glob(str(Path(*takewhile(lambda part: part != "**", path.parts)))):
+                refuse_unlisted(Path(folder))
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
         if not matches:
             several = f", or several as data.files=[{pattern}]" if "," in pattern else ""
@@ -112,13 +113,15 @@ def inspect(paths: list[Path]) -> list[TextFile]:
 
 
 def refuse_unlisted(folder: Path) -> None:
-    """ValueError for a folder in `folder` that may not be listed, which `glob` leaves out in silence."""
+    """ValueError for a folder in `folder`, no hidden one, that may not be listed: `glob` leaves it out in silence."""
 
     def refuse(error: OSError) -> None:
-        raise ValueError(f"{error.filename} cannot be read ({error.strerror}); leave it out") from error
+        raise ValueError(
+            f"{error.filename} cannot be read ({error.strerror}); let it be read, or name the folders beside it"
+        ) from error
 
-    for _ in os.walk(folder, onerror=refuse):
-        pass
+    for _, folders, _ in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
 
 
 @contextmanager

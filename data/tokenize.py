@@ -91,23 +91,27 @@ def tokenize(
     """Token ids (uint32) of the stream, in order, with end-of-text between documents; adds to `counts` as it goes."""
     end_of_text = np.array([encoding.eot_token], dtype=np.uint32)
 
-    def encode(text: str, first: bool) -> tuple[bool, np.ndarray, int]:
+    unknown = getattr(encoding, "unk_token", None)
+
+    def encode(text: str, first: bool) -> tuple[bool, np.ndarray, int, int]:
         # special tokens in the text are text. tiktoken's encodings have no `first`: a document begins like any piece
         begins = {} if isinstance(encoding, tiktoken.Encoding) else {"first": first}
-        return first, encoding.encode_to_numpy(text, disallowed_special=(), **begins), len(text.encode())
+        tokens = encoding.encode_to_numpy(text, disallowed_special=(), **begins)
+        lost = 0 if unknown is None else int((tokens == unknown).sum())
+        if lost:  # where the text itself says <unk>, nothing is
+            lost = max(0, lost - text.count(encoding.unknown))
+        return first, tokens, len(text.encode()), lost
 
     asked = {} if isinstance(encoding, tiktoken.Encoding) else {"divides": encoding.divides}
-    unknown = getattr(encoding, "unk_token", None)
-    for first, tokens, size in ordered_map(encode, pieces(fragments, **asked), num_workers):
+    for first, tokens, size, lost in ordered_map(encode, pieces(fragments, **asked), num_workers):
         if first and counts.documents:
             counts.tokens += 1
             yield end_of_text
         counts.documents += first
         counts.tokens += len(tokens)
         counts.bytes += size
-        if unknown is not None:
-            counts.unknown += int((tokens == unknown).sum())
-        if asked and (tokens == encoding.eot_token).any():  # tiktoken's reads no text as that
+        counts.unknown += lost
+        if asked and unknown != encoding.eot_token and (tokens == encoding.eot_token).any():  # tiktoken's reads none so
             raise ValueError(
                 f"tokenizer={encoding.name} reads {encoding.decode([encoding.eot_token])!r} in the text as the end of "
                 "a document; take it out of the text, or use another tokenizer"

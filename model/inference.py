@@ -46,8 +46,10 @@ def can_fuse(block: nn.Module) -> bool:
 
     A GPU waits for the answer before a prompt: each name of a module is looked up once, which takes half a microsecond.
     """
+    if not is_ours(block):  # which may have other parts
+        return False
     attention, mlp = block.attention, block.mlp
-    if not (is_ours(block) and is_ours(attention) and is_ours(mlp)):
+    if not (is_ours(attention) and is_ours(mlp)):
         return False
     products = products_of(block)
     return all(map(is_plain, products)) and not hooked(block, attention, mlp, *products)

@@ -16,9 +16,9 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a positive number")
     if top_k is not None:
-        whole("top_k", top_k, 1, "; None, or null as an argument, keeps every token")
+        whole("top_k", top_k, 1, "; None (null) keeps every token")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must be above 0 and at most 1; leave it out to keep every token")
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1; None (null) keeps every token")
 
 
 def whole(name: str, value: object, least: int, remedy: str = "") -> int:

@@ -12,6 +12,7 @@ newest run is taken. FOLDER appears when it is whole, and nothing is overwritten
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,9 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
 
 
 def _public(name: str) -> str:
-    """A name of the hub as it is; of a folder here, which is nobody's business, the last part."""
-    return Path(name).name if Path(name).is_dir() else name
+    """A name of ours or of the hub as it is; of a path, which is nobody's business, the last part."""
+    of_the_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not Path(name).is_dir()
+    return name if of_the_hub else Path(name).resolve().name
 
 
 def validation(checkpoint: Checkpoint) -> dict[str, str]:

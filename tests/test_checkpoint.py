@@ -125,6 +125,13 @@ def test_a_branch_that_was_left_is_not_the_newest(tmp_path):
         assert newest.step == 2
         checkpoints.go_back(tmp_path, newest)
     assert checkpoints.newest_complete(tmp_path, last_step=7).step == 2  # what rollback asks for
+    checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000008"))  # after all
+    assert checkpoints.newest_complete(tmp_path).step == 8
+    checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000002"))
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    for part in (tmp_path / "copy" / "step_000002").iterdir():
+        part.unlink()
+    assert checkpoints.newest_complete(tmp_path / "copy", lambda line: None).step == 8  # rather than none
     save(tmp_path, net, 3)
     assert checkpoints.newest_complete(tmp_path).step == 3
     checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000008"))  # after all

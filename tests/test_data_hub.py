@@ -192,7 +192,9 @@ def test_a_copy_of_a_file_is_refused(tmp_path, cache):
         (tmp_path / "set" / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n' * 9)
     with pytest.raises(ValueError, match=r"reads one text twice, as .*one\.jsonl and .*third\.jsonl, .*; delete one"):
         opened(cache, local_dir=str(tmp_path / "set"))
-    (tmp_path / "set" / "third.jsonl").unlink()
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: o*.jsonl\n"
+    card += "  - split: everything\n    path: '*.jsonl'\n---\n"
+    (tmp_path / "set" / "README.md").write_text(card)  # what is not read may be a copy, and in two splits
     assert opened(cache, local_dir=str(tmp_path / "set"))
 
 
@@ -207,7 +209,9 @@ def test_a_folder_that_may_not_be_listed_is_named(folder, cache, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", scandir)
     for values in ({"local_dir": str(folder)}, {"source": "text", "files": f"{folder}/**"}):
-        with pytest.raises(ValueError, match=rf"^{folder}/de cannot be read \(Permission denied\); leave it out$"):
+        with pytest.raises(
+            ValueError, match=rf"^{folder}/de cannot be read \(Permission denied\); let it be read, or name"
+        ):
             opened(cache, **values)
 
 

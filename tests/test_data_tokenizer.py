@@ -127,7 +127,7 @@ def words(tmp_path):
     ("text", "said"),
     [
         ("a b a b </s> a\n" * 9, "reads '</s>' in the text as the end of a document; take it out of the text, or use"),
-        ("a b c\n" * 9, r"has no token for much of the train text: 8 of 24 stand for text that is lost; use another"),
+        ("a b c\n" * 9, r"has no token for much of the text: 8 of 24 stand for text that is lost; use another"),
     ],
 )
 def test_a_text_of_whose_words_some_are_lost_or_end_it_is_refused(words, text, said, tmp_path):
@@ -135,6 +135,13 @@ def test_a_text_of_whose_words_some_are_lost_or_end_it_is_refused(words, text, s
     data = DataConfig(source="text", files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), seq_len=2)
     with pytest.raises(ValueError, match=f"tokenizer=.* {said}"):
         open_dataset(data, str(words))
+
+
+def test_a_word_that_the_text_calls_unknown_is_not_lost(words, tmp_path):
+    """As WikiText-2 does."""
+    (tmp_path / "a.txt").write_text("a b <unk>\n" * 99)
+    data = DataConfig(source="text", files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), seq_len=2)
+    assert open_dataset(data, str(words)).manifest["splits"]["train"]["unknown"] == 0
 
 
 def test_a_few_unknown_words_are_counted(words, tmp_path):

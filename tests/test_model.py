@@ -639,6 +639,13 @@ def test_tables_are_made_again_wherever_the_weights_come_from():
     assert not {"cos", "sin"} & model.state_dict().keys()
 
 
+def test_a_block_of_other_parts_is_called_and_not_fused():
+    class Experts(torch.nn.Module):
+        attention = None
+
+    assert not can_fuse(Experts())
+
+
 CHANGES = "bias", "class", "hook", "block's hook", "every hook", "MLP", "block", "forward", "transposed weight"
 
 

@@ -349,17 +349,19 @@ def test_a_best_loss_of_other_windows_does_not_count(key):
 
 def test_a_run_that_went_back_and_was_killed_goes_back_again(tmp_path):
     """It went on from the last save of the branch that it had left, without that branch's lines."""
-    run_dir, saved = tmp_path / "run", ("train.save_every=1", "train.keep_last=9")
+    run_dir, saved = tmp_path / "run", ("train.save_every=1", "train.keep_last=9", "train.log_every=1")
     train(small_run(tmp_path, "train.steps=4", *saved), run_dir)
 
     def killed(step: Step) -> None:
-        if step.number == 3:
+        if step.number == 4:  # the lines of the branch that is left are gone
             raise KeyboardInterrupt
 
     back = f"resume={run_dir}/checkpoints/step_000002"
     with pytest.raises(KeyboardInterrupt):
         train(
-            small_run(tmp_path, back, "optim.lr=1e-2", "train.steps=4", "train.save_every=9"), run_dir, on_step=killed
+            small_run(tmp_path, back, "optim.lr=1e-2", "train.steps=6", "train.save_every=9", "train.log_every=1"),
+            run_dir,
+            on_step=killed,
         )
     train(small_run(tmp_path, f"resume={run_dir}", "train.steps=5", *saved), run_dir)
     train(small_run(tmp_path, "train.steps=5", *saved), tmp_path / "other")
@@ -388,6 +390,13 @@ def test_a_text_that_has_changed_is_refused_whatever_else_changes():
             refuse_another_text(checkpoint, {"data": before | {key: value}}, "now")
         refuse_another_text(checkpoint, {"data": before | {key: value}}, "then")
     refuse_another_text(checkpoint, {"data": before | {"files": ["b.txt"], "validation_fraction": 0.2}}, "now")
+    refuse_another_text(checkpoint, {"data": before | {"validation_fraction": 0.05}}, "now")
+    of_hub = before | {"split": "train[:10%]", "validation_split": "validation", "test_split": None}
+    hub = SimpleNamespace(path="run", meta={"data_fingerprint": "then", "settings": {"data": of_hub}})
+    refuse_another_text(hub, {"data": of_hub | {"split": "train[:20%]"}}, "now")
+    for more in ({}, {"test_split": "test"}, {"split": "train[10%:]"}):
+        with pytest.raises(ValueError, match=r"with data.validation_split=validation, this run has train\[:10%\]; use"):
+            refuse_another_text(hub, {"data": of_hub | {"validation_split": "train[:10%]"} | more}, "now")
     with pytest.raises(
         ValueError, match=r"with data.validation_fraction=0.1, this run has 0.2; use 0.1, as what is held"
     ):

@@ -6,14 +6,14 @@
         checkpoint.json      step, which save of the folder this is, resolved settings, tokenizer, git commit, versions
         manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
+    <run>/checkpoints/went_back.json    of a run that went on from an earlier one: which saves are of what it left
 
 A checkpoint is written under a hidden name, flushed to disk and renamed, so a process that dies at any moment leaves
 hidden leftovers and whole checkpoints, nothing else. The manifest detects later damage. A visible folder is never
 emptied in place: it is renamed to a hidden name first. Files with other names are never touched.
 
 Saves are counted, and the newest checkpoint has the highest count: a clock may be set back, and a run that went back to
-step 10 may still have its old step 20. That it did is in `went_back.json`, so that old ones are not its newest until it
-has saved again.
+step 10 may still have its old step 20, which is not its newest.
 """
 
 import json
@@ -206,13 +206,12 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
 def go_back(folder: Path, checkpoint: Checkpoint) -> None:
     """Before a run goes on from a `checkpoint` of its own: those saved after it are of a branch that it leaves."""
     here, last = checkpoint.meta["save"], _last_save(folder)
-    if checkpoint.path.parent != folder.resolve() or here == last or _left_behind(folder) == (here, last):
-        return
-    temporary = _hidden(folder / WENT_BACK)
-    write_json({"to": here, "from": last}, temporary)
-    flush(temporary)
-    temporary.replace(folder / WENT_BACK)
-    flush(folder)
+    to, since = _left_behind(folder)
+    # nothing is left where it goes on from the last one, but what was left before may have that in it
+    if checkpoint.path.parent == folder.resolve() and (here < last or to < here <= since):
+        (folder / WENT_BACK).write_text(json.dumps({"to": here, "from": last}))  # half of it, after a crash, is none
+        flush(folder / WENT_BACK)
+        flush(folder)
 
 
 def _left_behind(folder: Path) -> tuple[int, int]:
@@ -284,12 +283,12 @@ def newest_complete(
 ) -> Checkpoint | None:
     """The checkpoint of `folder` that was saved last and is whole; None where there is none.
 
-    `report` is called for each damaged one that is passed over. Those after `last_step` do not count, nor those of a
-    branch that the run has left.
+    `report` is called for each damaged one that is passed over. Those after `last_step` do not count, and those of a
+    branch that the run has left only where there is no other.
     """
     to, since = _left_behind(folder)
-    for path in _by_age(folder):
-        if (last_step is not None and _step(path) > last_step) or to < _age(path)[0] <= since:
+    for path in sorted(_by_age(folder), key=lambda path: to < _age(path)[0] <= since):
+        if last_step is not None and _step(path) > last_step:
             continue
         try:
             found = open_checkpoint(path, verify=verify)

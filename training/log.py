@@ -338,18 +338,17 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_description(run_dir: Path, description: dict, manifest: dict, protocol: dict) -> None:
-    """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation).
-
-    description: as `RunLog` takes it.
-    """
+def write_description(run_dir: Path, description: dict, manifest: dict, protocol: dict, *, trains: bool = True) -> None:
+    """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation), of a
+    `description` as `RunLog` takes it. Where no step is to come (`trains`) the settings of before stay."""
     known = {key: description[key] for key in ("provenance", "left_open")} | {"data": manifest, "evaluation": protocol}
     contents = {  # in this order: run.json alone marks a run that was killed here
         "run.json": json.dumps(known, indent=2) + "\n",
         "config.yaml": yaml.safe_dump(description["settings"], sort_keys=False),
     }
     for name, content in contents.items():  # a run that was killed before its first checkpoint resumes from them
-        _write_whole(run_dir / name, content)
+        if trains or name == "run.json" or not (run_dir / name).exists():
+            _write_whole(run_dir / name, content)
 
 
 def _write_whole(path: Path, content: str) -> None:

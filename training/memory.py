@@ -142,10 +142,10 @@ class Plan:
         """The plan itself, or with `auto` one whose micro_batch fits; DoesNotFit where there is none."""
         if self.free is None:
             return self
-        if self.least > self.free:  # asked first: a step of so large a model would be followed for minutes
+        if (least := self.least) > self.free:  # asked first: a step of so large a model would be followed for minutes
             raise DoesNotFit(
                 f"weights, gradients and moments of model.num_layers={self.model.num_layers} and "
-                f"model.n_embd={self.model.n_embd} need {self.least / GIB:.2f} GiB and {self.free / GIB:.2f} GiB are "
+                f"model.n_embd={self.model.n_embd} need {least / GIB:.2f} GiB and {self.free / GIB:.2f} GiB are "
                 f"free on {self.where}; use a smaller model or {self.larger}"
             )
         limit = self.free / self.margin

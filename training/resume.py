@@ -17,7 +17,7 @@ from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
 from training.comparison import as_typed, flat, settings_of
-from training.lock import SWEEP, folder_of_name
+from training.lock import SWEEP, by_time, folder_of_name
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
@@ -158,10 +158,18 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
     then, before, now = checkpoint.meta["data_fingerprint"], checkpoint.meta["settings"]["data"], settings["data"]
     changed = [key for key in now if key not in NOT_OF_THE_TEXT and before.get(key, now[key]) != now[key]]
     same = not changed
-    if changed and not set(changed) - {*SPLITS_THE_TEXT} and (then != fingerprint):
+    if {*SPLITS_THE_TEXT} & {*changed} and not {*changed} - {*SPLITS_THE_TEXT} - {"test_split", "streaming"}:
+        changed = [key for key in SPLITS_THE_TEXT if key in changed]
+        if now.get("validation_split"):  # other rows are trained on, but for those that were held out before, too
+            changed = [key for key in changed if key == "validation_split"]
+        elif now["validation_fraction"] <= before.get("validation_fraction", 0.0):  # of what was held out the end
+            changed = [key for key in changed if key != "validation_fraction"]
+    else:
+        changed = []
+    if changed:
         raise _was_another(
             f"resume={checkpoint.path}", f"data.{changed[0]}", before[changed[0]], now[changed[0]],
-            f", as what is held out now was trained on, or begin a run of its own with init_from={checkpoint.path}",
+            f", as what is held out now may have been trained on, or begin one with init_from={checkpoint.path}",
         )  # fmt: skip
     if same and then != fingerprint:
         key = next((key for key in NAMES_THE_TEXT if now.get(key)), "source")
@@ -213,7 +221,7 @@ def newest_sweep(run: Path) -> Path | None:
         for path in folder_of_name(run).glob("*/*/checkpoints")
         if (path.parents[1] / SWEEP).is_file()
     }
-    return max(sweeps - {run.parent}, key=lambda sweep: sweep.name, default=None)
+    return max(sweeps - {run.parent}, key=by_time, default=None)
 
 
 def _was_another(here: str, key: str, old: Any, new: Any, otherwise: str = "") -> ValueError:

@@ -29,14 +29,11 @@ class Saver:
     continues: the checkpoints before it are whole, and the next save tries again. The other processes of `world` then
     report it too. Weights that are not finite are not saved either. Use it with `with`, which waits for the last one;
     `check` then raises if that one failed and the end of the run is lost; `error` says why.
-
-    resumed: the checkpoint that the run goes on from; those of `folder` that were saved after it are left behind.
     """
 
     def __init__(
-        self, folder: Path, keep_last: int, keep_every: int, say: Callable[[str], None], world: World = ALONE,
-        resumed: checkpoints.Checkpoint | None = None,
-    ) -> None:  # fmt: skip
+        self, folder: Path, keep_last: int, keep_every: int, say: Callable[[str], None], world: World = ALONE
+    ) -> None:
         self.folder, self._keep_last, self._keep_every, self._say = folder, keep_last, keep_every, say
         self._world = world
         self._saved: Path | None = None
@@ -46,8 +43,6 @@ class Saver:
         self._writing: threading.Thread | None = None
         self._host: dict[tuple, torch.Tensor] = {}  # where in the state -> its copy
         checkpoints.prepare(folder)
-        if resumed:
-            checkpoints.go_back(folder, resumed)
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
         """Save the model and `state` as they are now. state and meta: see `checkpoint.write`."""
@@ -58,6 +53,13 @@ class Saver:
         # not a daemon: an interpreter that ends waits for what is being written
         self._writing = threading.Thread(target=self._write, args=(weights, state, meta, best, copied), name=SAVER)
         self._writing.start()
+
+    def go_back(self, checkpoint: checkpoints.Checkpoint) -> None:
+        """The run has gone on from `checkpoint`: those of the folder that were saved after it are left behind."""
+        try:
+            checkpoints.go_back(self.folder, checkpoint)
+        except OSError as error:
+            self._say(f"not written: {self.folder / checkpoints.WENT_BACK}: {error}; the run goes on")
 
     def wait(self) -> Path | None:
         """Wait until nothing is being written; the newest checkpoint that this object wrote."""
