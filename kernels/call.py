@@ -173,7 +173,9 @@ def check_call(
     rows = batch if packing[0] is None else packing[0].shape[0] - 1
     scale = _check_scale(scale, q.shape[3])
     options = Options(
-        *(causal, scale, *window),
+        causal,
+        scale,
+        *window,
         _check_softcap(softcap, scale),
         _check_slopes(alibi_slopes, rows, q),
         _check_sinks(sinks, q),
@@ -315,11 +317,10 @@ def _check_slopes(slopes: Tensor | None, rows: int, q: Tensor) -> Tensor | None:
     """ALiBi slopes as (rows, Hq) float32, or float64 beside float64 inputs; a row is a batch entry or a document."""
     if slopes is None:
         return None
-    check_tensor("alibi_slopes", slopes)
+    _check_per_head("alibi_slopes", slopes, q.device)
     heads = q.shape[1]
     if tuple(slopes.shape) not in ((heads,), (rows, heads)):
         raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}; expected ({heads},) or ({rows}, {heads})")
-    _check_per_head("alibi_slopes", slopes, q.device)
     if slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes asks for a gradient; slopes are constants here, pass alibi_slopes.detach()")
     return slopes.detach().to(torch.promote_types(q.dtype, torch.float32)).expand(rows, heads)
@@ -329,14 +330,14 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     """Sinks as (Hq,) float32, or float64 beside float64 inputs."""
     if sinks is None:
         return None
-    check_tensor("sinks", sinks)
+    _check_per_head("sinks", sinks, q.device)
     if tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected ({q.shape[1]},), one for each head of q")
-    _check_per_head("sinks", sinks, q.device)
     return sinks.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _check_per_head(name: str, tensor: Tensor, device: torch.device) -> None:
+def _check_per_head(name: str, tensor: object, device: torch.device) -> None:
+    check_tensor(name, tensor)
     if not tensor.dtype.is_floating_point:
         raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype")
     if tensor.device != device:

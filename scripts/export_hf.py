@@ -139,9 +139,7 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
     rows = "\n".join(f"| {key} | {value} |" for key, value in figures.items())
     shown = {key: settings[key] for key in ("model", "optim", "train")}
     if model.config.name is not None:  # the other keys describe a GPT of ours
-        shown["model"] = {key: settings["model"][key] for key in ("name", "dropout", "attention_dropout")} | {
-            "name": base
-        }
+        shown["model"] = {"name": base} | {key: settings["model"][key] for key in ("dropout", "attention_dropout")}
     settings_yaml = yaml.safe_dump(shown, sort_keys=False).strip()
     return CARD.format(name=name, about=about, rows=rows, settings=settings_yaml, terms=terms)
 

@@ -15,11 +15,6 @@ DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 TRIES = 10  # of taking it, a hundredth of a second apart
 
 
-def folder_of_name(run: Path) -> Path:
-    """The folder of the runs of one name that `run`, which may be a sweep's, is in."""
-    return run.parent.parent if (run.parent / SWEEP).is_file() else run.parent
-
-
 def by_time(run: Path) -> tuple[bool, list[str | int]]:
     """Sorts runs, or sweeps, by the time in a folder's name and the number behind it, 10 after 9; one without a time
     was renamed by the user, so it comes first."""

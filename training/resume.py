@@ -17,7 +17,7 @@ from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
 from training.comparison import as_typed, flat, settings_of
-from training.lock import SWEEP, by_time, folder_of_name
+from training.lock import SWEEP, by_time
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
@@ -157,21 +157,12 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
     """ValueError where the text has changed and no key of the data group says so, or where it is split otherwise."""
     then, before, now = checkpoint.meta["data_fingerprint"], checkpoint.meta["settings"]["data"], settings["data"]
     changed = [key for key in now if key not in NOT_OF_THE_TEXT and before.get(key, now[key]) != now[key]]
-    same = not changed
-    if {*SPLITS_THE_TEXT} & {*changed} and not {*changed} - {*SPLITS_THE_TEXT} - {"test_split", "streaming"}:
-        changed = [key for key in SPLITS_THE_TEXT if key in changed]
-        if now.get("validation_split"):  # other rows are trained on, but for those that were held out before, too
-            changed = [key for key in changed if key == "validation_split"]
-        elif now["validation_fraction"] <= before.get("validation_fraction", 0.0):  # of what was held out the end
-            changed = [key for key in changed if key != "validation_fraction"]
-    else:
-        changed = []
-    if changed:
+    if key := _held_out_anew(before, now, changed):
         raise _was_another(
-            f"resume={checkpoint.path}", f"data.{changed[0]}", before[changed[0]], now[changed[0]],
+            f"resume={checkpoint.path}", f"data.{key}", before[key], now[key],
             f", as what is held out now may have been trained on, or begin one with init_from={checkpoint.path}",
         )  # fmt: skip
-    if same and then != fingerprint:
+    if not changed and then != fingerprint:
         key = next((key for key in NAMES_THE_TEXT if now.get(key)), "source")
         another = f", name the new one (data.{NAMES_THE_TEXT[key]}=NEW)" if key in NAMES_THE_TEXT else ""
         raise ValueError(
@@ -179,6 +170,18 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
             f"({then[:12]}, now {fingerprint[:12]}); put it back{another}, or begin a run of its own with "
             f"init_from={checkpoint.path}"
         )
+
+
+def _held_out_anew(before: Mapping[str, Any], now: Mapping[str, Any], changed: list[str]) -> str | None:
+    """The first of the `changed` keys by which other or more rows of the same text are held out; None: by none."""
+    if not changed or {*changed} - {*SPLITS_THE_TEXT, "test_split", "streaming"}:
+        return None  # the same split, or another text
+    holding_out = {*SPLITS_THE_TEXT}
+    if now.get("validation_split"):  # which has none of the rows that are trained on, whatever these are
+        holding_out = {"validation_split"}
+    elif now["validation_fraction"] <= before.get("validation_fraction", 0.0):  # the end of what was held out
+        holding_out = {"split", "validation_split"}
+    return next((key for key in SPLITS_THE_TEXT if key in changed and key in holding_out), None)
 
 
 def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapping[str, str], vocab_size: int) -> None:
@@ -216,11 +219,8 @@ def _refuse_another_model(
 
 def newest_sweep(run: Path) -> Path | None:
     """The newest sweep of the run's name that has checkpoints, but for its own; None where there is none."""
-    sweeps = {
-        path.parent.parent
-        for path in folder_of_name(run).glob("*/*/checkpoints")
-        if (path.parents[1] / SWEEP).is_file()
-    }
+    of_name = run.parent.parent if (run.parent / SWEEP).is_file() else run.parent
+    sweeps = {path.parent.parent for path in of_name.glob("*/*/checkpoints") if (path.parents[1] / SWEEP).is_file()}
     return max(sweeps - {run.parent}, key=by_time, default=None)
 
 
