@@ -77,6 +77,7 @@ def flash_attention(
 
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
+        RuntimeError: a derivative under torch.func, or a second one.
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """

@@ -104,7 +104,8 @@ def block_mask(
         Nq, Nk: numbers of queries and keys, both counted from 0.
         device: where it is evaluated and kept.
 
-    Raises ValueError where it returns no boolean.
+    Raises ValueError where it returns no boolean or cannot be evaluated under `torch.vmap`; for sizes below 1 or too
+    large, and a device that is not there or has no values.
     """
     sizes = 1 if B is None else B, 1 if H is None else H, Nq, Nk
     _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))

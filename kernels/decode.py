@@ -68,10 +68,10 @@ def flash_attention_with_kvcache(
 
     Args:
         q: (B, Hq, Nq, D) float32, bfloat16 or float16, Nq from 1 to 16, D from 16 to 256.
-        k_cache, v_cache: (B, Hkv, S, D), or pages (P, Hkv, page, D) with `block_table`; q's dtype, int8 or
-            float8_e4m3fn, whose NaN a GPU reads as 480 (Triton's interpreter rounds to it without the carry: half of a
-            value that rounds to the next power of two). Both have the same strides, the last one 1. Hq is a multiple
-            of Hkv.
+        k_cache, v_cache: (B, Hkv, S, D), or pages (P, Hkv, page, D) with `block_table`; q's dtype, int8 or,
+            from compute capability 8.9 on, float8_e4m3fn, whose NaN a GPU reads as 480 (Triton's interpreter rounds to
+            it without the carry: half of a value that rounds to the next power of two). Both have the same strides, the
+            last one 1. Hq is a multiple of Hkv.
         k, v: (B, Hkv, Nq, D), q's dtype: the same tokens' keys and values, written after each row's last key.
         cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length says that the
             row is absent: it sees and writes nothing.
@@ -97,7 +97,8 @@ def flash_attention_with_kvcache(
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
 
-    Source: Flash-Decoding (Dao et al., 2023). On a CPU `naive_attention_with_kvcache` runs.
+    Source: Flash-Decoding (Dao et al., 2023). On a CPU `naive_attention_with_kvcache` runs, of any D and
+    float64, too.
     """
     call = Call(q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace)
     o, lse = attend(*checked(call, causal, scale, window, softcap, alibi_slopes, sinks))

@@ -43,8 +43,8 @@ FAILED = 1  # exit code
 class ParityConfig:
     attention: list[str] = field(default_factory=lambda: ["tiled", "sdpa", "flash"])  # compared with naive
     mutants: list[str] = field(default_factory=list)  # wrong on purpose: names in scripts/variants.py
-    nulls: int = 8  # runs of the baseline that differ by rounding alone
-    seeds: int = 4  # runs of the baseline with the batches in another order
+    nulls: int = 8  # runs of the baseline that differ by rounding alone, 4 to 20
+    seeds: int = 4  # runs of the baseline with the batches in another order, at least 2
     repeats: int = 1  # of all of it, with seeds train.seed, train.seed + 1, ...: how often does a true backend pass?
 
     def __post_init__(self) -> None:

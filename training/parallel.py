@@ -2,10 +2,10 @@
 
 `torchrun --nproc-per-node W train.py ...`, or one task a GPU by srun. Each process computes its share of a step's rows
 with the whole model, with parallel.data=shard a block at a time. The gradients of all micro-batches are summed as one
-binary tree over their numbers in the step: its lower levels within a process, its upper ones between processes. So 1,
-2, 4 or 8 processes add the same numbers in the same order and end with the same bits, as long as `train.micro_batch` is
-the same and divides a process's rows. No order is left to a communication library, and the traffic is that of a ring
-all-reduce.
+binary tree over their numbers in the step: its lower levels within a process, its upper ones between processes. So any
+power of two of them adds the same numbers in the same order and ends with the same bits (1, 2 and 4 are tried), as long
+as `train.micro_batch` is the same and divides a process's rows. No order is left to a communication library, and the
+traffic is that of a ring all-reduce.
 
 What is rare (the run's folder, an evaluation's losses, a summary) goes through the key-value store of their rendezvous
 (training/rendezvous.py); what is needed at each step travels as the last elements of the gradient.

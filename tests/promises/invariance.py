@@ -1,7 +1,7 @@
 """What watches a run does not change it: `python -m tests.promises.invariance`, a matrix of digests.
 
 One run with everything that can be off switched off, then one run for each thing that can be on: evaluation, samples,
-logging, profiling, saving, recomputed activations, another number of loader threads. After each step its batch, every
+logging, profiling, saving, recomputed activations, other threads that tokenize. After each step its batch, every
 random stream, the loss, the weights and the optimizer's state are hashed; all must have the bits of the first run at
 every step. Two last runs show that the comparison sees: their evaluation draws a random number.
 
@@ -66,7 +66,7 @@ TOGGLES: dict[str, dict[str, Any]] = {
     "profiling": {"profile": True},
     "saving": {"train.save_every": 2, "train.keep_last": 1, "train.keep_every": 10},
     **{f"recompute {mode}": {"model.activation_checkpointing": mode} for mode in MODES if mode != "none"},
-    "loader threads": {"data.num_workers": 4},
+    "threads that tokenize": {"data.num_workers": 4},
 }
 TOGGLES["everything"] = {key: value for toggle in TOGGLES.values() for key, value in toggle.items()}
 
