@@ -73,12 +73,6 @@ def gpu_named(device_name: str) -> GPU | None:
     return None
 
 
-def dense_bf16_peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of the GPU with this name in FLOP/s; None when unknown, and before Ampere, which has no bf16."""
-    gpu = gpu_named(device_name)
-    return None if gpu is None or gpu.arch < 80 else gpu.dense_flops
-
-
 def interpreting() -> bool:
     """True when Triton kernels run in its interpreter, as numpy on the CPU (TRITON_INTERPRET=1)."""
     return HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

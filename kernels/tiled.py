@@ -5,6 +5,7 @@ It has the kernels' rounding points and their order of options: soft-cap, ALiBi,
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ def tiled_attention(
     return_lse: bool = False,
     block_q: int = 128,
     block_k: int = 128,
-    outer: str = "queries",
     **options,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Flash attention in plain PyTorch: online softmax over tiles of block_q queries and block_k keys.
@@ -33,13 +33,11 @@ def tiled_attention(
     Shapes, dtypes, options and errors as in `flash_attention`, but any device, float64, and any head_dim. Accumulates
     in float32 (float64 for float64 inputs); P and dS are rounded to the input dtype before they are multiplied, as in
     the kernels. Saves Q, K, V, O and LSE for the backward, which recomputes P. Packed documents come one after the
-    other, in a Python loop. `outer` is the outer loop: "queries" as in FlashAttention-2, where a row's maximum, sum and
-    output stay on the chip until it is done, or "keys" as in FlashAttention-1, where each tile of keys takes them up
-    anew.
+    other, in a Python loop.
 
-    Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; FlashAttention, arXiv:2205.14135, algorithm 1.
+    Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """
-    o, lse = by_documents("tiled", _tiled(block_q, block_k, outer), *check_call(q, k, v, **options))
+    o, lse = by_documents("tiled", _tiled(block_q, block_k), *check_call(q, k, v, **options))
     return (o, lse) if return_lse else o
 
 
@@ -58,37 +56,26 @@ def tiled_attention_varlen(
     return call_packed(tiled_attention, (q, k, v), cu_seqlens, max_seqlen, **options)
 
 
-def _tiled(block_q: int, block_k: int, outer: str = "queries"):
+def _tiled(block_q: int, block_k: int):
     """The core as a function of (q, k, v, options, first_row)."""
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1:
             raise ValueError(f"{name} is {block}; it must be at least 1")
-    if outer not in ("queries", "keys"):
-        raise ValueError(f"outer is {outer!r}; use 'queries' or 'keys'")
 
     def attention(q, k, v, options, first_row=0):
         refuse_torch_func("tiled_attention", "naive_attention")
         # the loops are unrolled over these numbers, which a compiler must know before it traces the Function
-        tiles = tile_order(q.shape[2], k.shape[2], options, block_q, block_k, outer)
+        tiles = list(visible_tiles(q.shape[2], k.shape[2], options, block_q, block_k))
         k, v = k.view_as(k), v.view_as(v)  # of one tensor given twice a compiled Function loses a gradient (torch 2.11)
         return _TiledAttention.apply(q, k, v, options.sinks, options._replace(sinks=None), tiles, first_row)
 
     return attention
 
 
-def tile_order(
-    num_q: int, num_k: int, options: Options, block_q: int, block_k: int, outer: str = "queries"
-) -> list[tuple[slice, slice]]:
-    """(query slice, key slice) of each pair of tiles in which some query may see some key, in the order of the loops.
-
-    Each tile of queries meets its keys from the first to the last in either order, and each tile of keys its queries:
-    the results have the same bits.
-    """
-    pairs = list(_visible_tiles(num_q, num_k, options, block_q, block_k))
-    return pairs if outer == "queries" else sorted(pairs, key=lambda pair: (pair[1].start, pair[0].start))
-
-
-def _visible_tiles(num_q: int, num_k: int, options: Options, block_q: int, block_k: int):
+def visible_tiles(
+    num_q: int, num_k: int, options: Options, block_q: int, block_k: int
+) -> Iterator[tuple[slice, slice]]:
+    """(query slice, key slice) of each pair of tiles in which some query may see some key; queries are outside."""
     if options.masked:  # tiles of any size: those that touch a block which is shown to some row of some head
         table = block_table(options.mask_starts, options.mask_visits, num_q, num_k)
         shown = (table != HIDDEN).any(0).any(0).cpu()

@@ -18,9 +18,8 @@ than two ranks, for any W, and the transfer of the next block hides behind the w
 rounded to q's dtype before they are merged in float32, and it takes no window, documents or dropout.
 
 Every exchange is an all-to-all or an all-gather: sums over ranks are made here, in float32 and in the order of ranks,
-so that the same W gives the same bits whatever the network's library does. Gradients of weights and sinks are those of
-this rank's tokens or heads: the training step adds them over the group. `heads` and `gather` can be traced by
-torch.compile.
+so that the same W gives the same bits whatever the network's library does. Gradients of weights are those of this
+rank's tokens: the training step adds them over the group. `heads` and `gather` can be traced by torch.compile.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +30,6 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from model.attention import ALL, AttentionFunction, Documents, flash
-
-KNOWN = {"scale", "softcap", "alibi_slopes", "sinks", "dropout_p"}  # options that mean the same to a part of the rows
-
 
 # --- which tokens a rank has
 
@@ -160,31 +156,28 @@ def heads(
     group: dist.ProcessGroup,
     causal: bool = False,
     window: tuple[int, int] = ALL,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
     documents: Documents | None = None,
-    **options,
 ) -> Tensor:
     """Attention of sequences cut into W pieces: each rank computes all tokens of 1 / W of the heads.
 
     Args:
         attend: the attention of one process.
         q, k, v: (B, Hq, n, D), (B, Hkv, n, D) twice, this rank's piece; W divides Hkv.
+        causal, window, scale, dropout_p: as `attend` takes them. Dropout draws this rank's seed: the ranks' random
+            streams must differ.
         documents: of the whole row of N tokens; B is 1.
-        options: scale, softcap, alibi_slopes (Hq,) or (B, Hq), sinks (Hq,), dropout_p, as `attend` takes them.
-            Dropout draws this rank's seed: the ranks' random streams must differ.
 
     Returns (B, Hq, n, D). Raises ValueError where W does not divide Hkv.
     """
-    _refuse_unknown("heads", options)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    world_size = dist.get_world_size(group)
     if k.size(1) % world_size:
-        raise ValueError(f"parallel.context={world_size} does not divide {k.size(1)} KV heads; use {_instead('heads')}")
-    for name in options.keys() & {"alibi_slopes", "sinks"}:
-        if options[name] is not None:
-            options[name] = options[name].chunk(world_size, dim=-1)[rank]
+        remedy = "parallel.context_method=gather"
+        raise ValueError(f"parallel.context={world_size} does not divide {k.size(1)} KV heads; use {remedy}")
     q, k, v = _Exchange.apply(_all_tokens, _all_heads, group, q, k, v)
-    o = attend(
-        q, k, v, causal=causal, window=window, documents=documents, **_without_defaults(options)
-    )  # (B, Hq / W, N, D)
+    given = {"window": window, "scale": scale, "dropout_p": dropout_p, "documents": documents}
+    o = attend(q, k, v, causal=causal, **given)  # (B, Hq / W, N, D)
     return _Exchange.apply(_all_heads, _all_tokens, group, o)[0]
 
 
@@ -197,15 +190,15 @@ def gather(
     group: dist.ProcessGroup,
     causal: bool = False,
     window: tuple[int, int] = ALL,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
     documents: tuple[Documents, ...] | None = None,
-    **options,
 ) -> Tensor:
     """Attention of zig-zag parts: each rank gathers K and V, and attends with its two chunks of queries.
 
     Args and returns as `heads`, for any W; `documents` of each chunk, by `documents_of_chunks`. Raises ValueError for a
     window or documents that are not causal.
     """
-    _refuse_unknown("gather", options)
     if not causal and (window != ALL or documents is not None):
         raise ValueError("parallel.context_method=gather needs causal=True with a window or documents")
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -215,7 +208,7 @@ def gather(
         ends, queries = (q.size(2) * world_size,), (q,)
     outputs = []
     for i, keys in enumerate(_Keys.apply(_tokens_first(k, v), group, ends)):
-        given = {"window": window, "documents": documents and documents[i], **_without_defaults(options)}
+        given = {"window": window, "scale": scale, "dropout_p": dropout_p, "documents": documents and documents[i]}
         outputs.append(attend(queries[i], *_heads_first(keys), causal=causal, **given).transpose(1, 2))
     return torch.cat(outputs, dim=1).transpose(1, 2)
 
@@ -241,36 +234,36 @@ def ring(
     *,
     group: dist.ProcessGroup,
     causal: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
     window: tuple[int, int] = ALL,
-    **others,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    documents: None = None,
 ) -> Tensor:
     """Attention of zig-zag parts: K and V travel around the ring, and each rank merges its blocks by their LSE.
 
     torch.compile must not trace it: each transfer would be waited for at once, and torch 2.11 gave wrong gradients.
     Args and returns as `heads`, for any W. `attend` also takes `return_lse`; scale is positive. Raises ValueError for
-    what it cannot do: window, documents, dropout, ALiBi, sinks.
+    what it cannot do: window, documents, dropout.
     """
-    beyond = [name for name, value in {"window": window != ALL, **others}.items() if _is_set(value)]
-    if beyond:
-        raise ValueError(f"parallel.context_method=ring takes no {' or '.join(beyond)}; use {_instead('ring')}")
+    if window != ALL or documents is not None or dropout_p:
+        remedy = "use parallel.context_method=heads or gather"
+        raise ValueError(f"parallel.context_method=ring takes no window, documents or dropout; {remedy}")
     scale = q.size(3) ** -0.5 if scale is None else scale
     if scale <= 0:
         raise ValueError(f"scale is {scale}; with parallel.context_method=ring it must be positive")
-    return _Ring.apply(q, _tokens_first(k, v), group, attend, causal, {"scale": scale, "softcap": softcap})
+    return _Ring.apply(q, _tokens_first(k, v), group, attend, causal, scale)
 
 
 class _Ring(torch.autograd.Function):
     """Keeps q, k, v, O and LSE of the rank. K and V travel in both passes, and dK, dV with them in the second."""
 
     @staticmethod
-    def forward(ctx, q, kv, group, attend, causal, options):
-        ctx.call = group, attend, causal, options
+    def forward(ctx, q, kv, group, attend, causal, scale):
+        ctx.call = group, attend, causal, scale
         own, o, lse = kv, None, None
         for rows, cols, masked, is_last in _blocks(group, causal, q.size(2)):
             arriving = None if is_last else _pass_on(kv, group)
-            block = attend(q[:, :, rows], *_heads_first(kv[:, cols]), causal=masked, return_lse=True, **options)
+            block = attend(q[:, :, rows], *_heads_first(kv[:, cols]), causal=masked, scale=scale, return_lse=True)
             if o is None:  # the rank's own keys, which all its queries see
                 o, lse = (x.to(block[1].dtype, copy=True) for x in block)  # selective checkpointing keeps what it saw
             else:
@@ -282,7 +275,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        group, attend, causal, options = ctx.call
+        group, attend, causal, scale = ctx.call
         q, kv, o, lse = ctx.saved_tensors
         gradients = _flash_gradients if attend is flash else _gradients_by_autograd
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -290,7 +283,7 @@ class _Ring(torch.autograd.Function):
         for rows, cols, masked, is_last in _blocks(group, causal, q.size(2)):
             arriving = None if is_last else _pass_on(kv, group)
             ours = (x[:, :, rows] for x in (do, q, o, lse))
-            block = gradients(attend, *ours, *_heads_first(kv[:, cols]), causal=masked, **options)
+            block = gradients(attend, *ours, *_heads_first(kv[:, cols]), causal=masked, scale=scale)
             dq[:, :, rows] += block[0]
             dkv = collectives.wait_tensor(dkv)  # it was on its way during the block
             dkv[:, cols] += _tokens_first(*block[1:])
@@ -322,10 +315,10 @@ def _merge(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
     lse.copy_(total)
 
 
-def _flash_gradients(_, do, q, o, lse, k, v, *, causal, scale, softcap) -> tuple[Tensor, ...]:
+def _flash_gradients(_, do, q, o, lse, k, v, *, causal, scale) -> tuple[Tensor, ...]:
     """dQ, dK, dV of a block, by the kernels' backward: it takes O and LSE of whole rows."""
     backward = torch.ops.flashgpt.flash_bwd.default
-    return backward(do, None, q, k, v, o, lse, causal, scale, softcap=softcap)[:3]
+    return backward(do, None, q, k, v, o, lse, causal, scale)[:3]
 
 
 def _gradients_by_autograd(attend, do, q, o, lse, k, v, **options) -> tuple[Tensor, ...]:
@@ -358,21 +351,3 @@ def _tokens_first(k: Tensor, v: Tensor) -> Tensor:
 def _heads_first(kv: Tensor) -> list[Tensor]:
     """The inverse of `_tokens_first`, by views."""
     return [x.transpose(1, 2) for x in kv.chunk(2, dim=2)]
-
-
-def _without_defaults(options: dict) -> dict:
-    """Only those that are set: not every attention takes all. A scale of 0 is one."""
-    return {name: x for name, x in options.items() if _is_set(x) or (name == "scale" and x is not None)}
-
-
-def _is_set(value: object) -> bool:
-    return isinstance(value, Tensor) or value not in (None, False, 0.0)
-
-
-def _refuse_unknown(method: str, options: dict) -> None:
-    if unknown := sorted(options.keys() - KNOWN):
-        raise ValueError(f"parallel.context_method={method} takes no {', '.join(unknown)}; use parallel.context=1")
-
-
-def _instead(method: str) -> str:
-    return "parallel.context_method=gather" if method == "heads" else "parallel.context_method=heads or gather"

@@ -27,7 +27,7 @@ from data.tokenizer_json import tokenizer_json
 from model import GPT
 from model.huggingface_weights import architecture, config_json, tensors
 from training.checkpoint import META, Checkpoint, given_or_newest, open_checkpoint
-from training.checkpoint_files import whole_folder, write_json, write_weights
+from training.checkpoint_files import free_folder, whole_folder, write_json, write_weights
 from training.curves import read_run
 from training.trained import load_trained
 
@@ -55,16 +55,6 @@ def main(settings: ExportSettings, run_dir: Path) -> None:
     print(f"{checkpoint.path} after {checkpoint.step} steps is {name} in {folder}")
     result = {"checkpoint": str(checkpoint.path), "folder": str(folder), "architecture": name}
     print(json.dumps(result | {"parameters": parameters}))
-
-
-def free_folder(path: str) -> Path:
-    """Where `path` leads, if nothing is there yet; ValueError otherwise."""
-    if not path:
-        raise ValueError("folder= is not given; name a new folder, such as folder=exported")
-    folder = Path(path).resolve()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"folder={path} exists and is not an empty folder; give another, nothing is overwritten")
-    return folder
 
 
 def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: str) -> None:

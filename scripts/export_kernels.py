@@ -20,7 +20,7 @@ from typing import Any
 
 import kernels
 from conf.program import program
-from training.checkpoint_files import whole_folder
+from training.checkpoint_files import free_folder, whole_folder
 
 FACE = """
 from .flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -31,17 +31,13 @@ __all__ += ["flash_attn_func", "flash_attn_varlen_func"]
 
 @dataclass
 class KernelExportSettings:
-    folder: str = ""  # where the kernel will be: a new folder
+    folder: str = ""  # where the kernel will be: a new folder, or an empty one
 
 
 @program("tool", KernelExportSettings)
 def main(settings: KernelExportSettings, run_dir: Path) -> None:
-    if not settings.folder:
-        raise ValueError("folder= is not given; name a new folder, such as folder=flashgpt")
-    folder = Path(settings.folder)
-    if folder.exists():
-        raise ValueError(f"folder={folder} exists; give another, nothing is overwritten")
-    if (copied := Path(kernels.__file__).parent.resolve()) in folder.resolve().parents:
+    folder = free_folder(settings.folder)
+    if (copied := Path(kernels.__file__).parent.resolve()) in folder.parents:
         raise ValueError(f"folder={folder} lies in {copied}, which is copied; give one outside of it")
     with whole_folder(folder) as temporary:
         metadata = fill(temporary / "build" / "torch-cuda")

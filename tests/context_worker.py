@@ -28,7 +28,6 @@ from training.context import ContextParallel
 from training.parallel import ALONE, World
 
 PROCESSES = 4
-UNSET = {"softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0}  # what no attention need know
 STARTS = (0, 3, 4, 11, 12, 13, 19)  # of documents, in a row; some end within a chunk and some are one token
 
 
@@ -55,7 +54,7 @@ def attention_case(
 ) -> dict[str, float]:
     """The largest error of O and of each gradient over the largest value: this process's part beside one process.
 
-    options: as the attention takes them; `sinks` True are drawn, and `alibi_slopes` of "one" row or of "each".
+    options: as the attention takes them.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     draw = torch.Generator().manual_seed(world)
@@ -63,12 +62,7 @@ def attention_case(
     shapes = [(rows, h, tokens, head_dim) for h in (query_heads, kv_heads, kv_heads, query_heads)]
     q, k, v, do = (torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for s in shapes)
     options = {"causal": True, **options}
-    learned = {}
-    if options.pop("sinks", False):
-        learned["sinks"] = torch.randn(query_heads, generator=draw, dtype=torch.float64).to(dtype)
-    if of := options.pop("alibi_slopes", None):
-        options["alibi_slopes"] = torch.rand((rows, query_heads) if of == "each" else query_heads, generator=draw)
-    alone, shared = dict(options), UNSET | options
+    alone, shared = dict(options), dict(options)
     if packed:
         inside = [start for start in STARTS if start < tokens]
         cu_seqlens = torch.tensor([*inside, tokens], dtype=torch.int32)
@@ -77,30 +71,26 @@ def attention_case(
             shared["documents"] = documents_of_chunks(cu_seqlens, tokens, rank, world)
 
     attend = ATTENTION[attention]
-    want = gradients(partial(attend, **alone), (q, k, v), do, learned)
+    want = gradients(partial(attend, **alone), (q, k, v), do)
     parts = [part_of(x, rank, world, method, dim=2) for x in (q, k, v, do)]
     way = partial(METHODS[method], attend, group=group, **shared)
     if compiled:
         way = torch.compile(way, backend="aot_eager", fullgraph=True)
     if recomputed:
         way = partial(recompute, way, keep=())
-    got = gradients(way, parts[:3], parts[3], learned)
-    for name in learned:  # whoever trains adds them over the group
-        dist.all_reduce(got["d" + name], group=group)
+    got = gradients(way, parts[:3], parts[3])
     errors = {}
     for name, x in want.items():
-        x = x if name[1:] in learned else part_of(x, rank, world, method, dim=2)
+        x = part_of(x, rank, world, method, dim=2)
         assert got[name].dtype == x.dtype, name
         errors[name] = float((got[name] - x).abs().max() / x.abs().max())
     return errors
 
 
-def gradients(attend: Callable, qkv: tuple[Tensor, ...], do: Tensor, learned: dict[str, Tensor]) -> dict[str, Tensor]:
-    inputs = dict(zip("qkv", qkv, strict=True)) | learned
-    inputs = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-    o = attend(*(inputs[name] for name in "qkv"), **{name: inputs[name] for name in learned})
-    found = torch.autograd.grad(o, list(inputs.values()), do)
-    return {"o": o.detach()} | {f"d{name}": x for name, x in zip(inputs, found, strict=True)}
+def gradients(attend: Callable, qkv: tuple[Tensor, ...], do: Tensor) -> dict[str, Tensor]:
+    inputs = [x.detach().clone().requires_grad_() for x in qkv]
+    o = attend(*inputs)
+    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, inputs, do)), strict=True))
 
 
 def refusal_case(group: dist.ProcessGroup, method: str, attention: str = "naive", **options) -> str:
@@ -164,11 +154,11 @@ def gpu_case(
         if method == "gather":
             shared["documents"] = documents_of_chunks(cu_seqlens, tokens, rank, world)
     wide = [x.double() for x in qkv_do]
-    exact = gradients(partial(naive, **alone), wide[:3], wide[3], {})
-    single = gradients(partial(flash, **alone), qkv_do[:3], qkv_do[3], {})
+    exact = gradients(partial(naive, **alone), wide[:3], wide[3])
+    single = gradients(partial(flash, **alone), qkv_do[:3], qkv_do[3])
     way = partial(METHODS[method], flash, group=group, **shared)
     parts = [part_of(x, rank, world, method, dim=2) for x in qkv_do]
-    got = gradients(torch.compile(way, fullgraph=True) if compiled else way, parts[:3], parts[3], {})
+    got = gradients(torch.compile(way, fullgraph=True) if compiled else way, parts[:3], parts[3])
     worst = 0.0
     for name, x in exact.items():
         allowed = 2 * (single[name] - x).abs().max() + torch.finfo(torch.bfloat16).eps * x.abs().max()

@@ -616,9 +616,6 @@ CHECKPOINTS = [
     Case("evidence: unknown part", ["speed"], ["only=speed begins no name", "tables"], program="scripts.evidence"),
     Case("attention benchmark: unknown", ["bench.attention=[fast]"], ["bench.attention=fast is not one of flash"],
          program="scripts.bench.attention"),
-    Case("attention benchmark: the clock of a CPU", ["hardware.device=cpu", "bench.sustained_ms=9"],
-         ["bench.sustained_ms=9.0 asks an NVIDIA GPU", "leave it out"], environment(TRITON_INTERPRET="1"),
-         "scripts.bench.attention"),
     *(Case(f"{program} benchmark: {key} far too large", [f"{key}={value}"], [f"{key}={value} must be at most 16777216"],
            program=f"scripts.bench.{program}") for program, key, value in (
         ("attention", "bench.seq_len", f"[{10**20}]"), ("error_budget", "budget.seq_len", 10**11),

@@ -18,12 +18,9 @@ EXACT = 1e-13  # float64, of the largest value
 ROUNDED = 2e-2  # bfloat16
 KERNELS = 2e-6  # float32 through the kernels, beside the definition in one process, in float32 too
 
-PLAIN = {"causal": {}, "full": {"causal": False}, "soft-cap": {"softcap": 2.0}, "scale": {"scale": 0.4}}
+PLAIN = {"causal": {}, "full": {"causal": False}, "scale": {"scale": 0.4}}
 ONLY_EXACT = {
     "window": {"window": (4, -1)},
-    "ALiBi": {"alibi_slopes": "one"},
-    "ALiBi of each row": {"alibi_slopes": "each"},
-    "sinks": {"sinks": True},
     "documents": {"packed": True},
     "documents and window": {"packed": True, "window": (2, -1)},
 }
@@ -47,7 +44,7 @@ for name in ROUNDED_CASES:
 
 # with a GPU there is no interpreter for the kernels on a CPU, and test_parts_of_two_gpus instead
 FLASH = {f"{method} of flash, 2": {} for method in ("heads", "gather", "ring")} | {
-    "ring of flash, scale and soft-cap, 2": {"scale": 0.4, "softcap": 2.0},
+    "ring of flash, scale, 2": {"scale": 0.4},
     # attention's results are kept, and must not become others afterwards
     "ring of flash, recomputed but for attention, 2": {"recomputed": True},
 }
@@ -70,16 +67,13 @@ for method in ("heads", "gather", "ring"):
         CASES[f"{method} in a model, {name}"] = (2 if "num_kv_heads" in changes else 4, model_case, (method,), changes)
 MODEL_CASES = [name for name in CASES if "in a model" in name]
 
+RING_TAKES = (
+    "parallel.context_method=ring takes no window, documents or dropout; use parallel.context_method=heads or gather"
+)
 REFUSED = {
-    "ring window": ("ring", {"window": (3, -1)}, "parallel.context_method=ring takes no window; use "),
-    "ring dropout": ("ring", {"dropout_p": 0.1}, "parallel.context_method=ring takes no dropout_p; use "),
-    "ring both": (
-        "ring",
-        {"sinks": torch.zeros(4), "window": (3, -1)},
-        "parallel.context_method=ring takes no window or sinks; use parallel.context_method=heads or gather",
-    ),
-    "heads mask": ("heads", {"mask": 1}, "parallel.context_method=heads takes no mask; use parallel.context=1"),
-    "gather mask": ("gather", {"mask": 1}, "parallel.context_method=gather takes no mask; use parallel.context=1"),
+    "ring window": ("ring", {"window": (3, -1)}, RING_TAKES),
+    "ring dropout": ("ring", {"dropout_p": 0.1}, RING_TAKES),
+    "ring documents": ("ring", {"documents": ()}, RING_TAKES),
     "gather full documents": (
         "gather",
         {"causal": False, "documents": ()},
@@ -230,13 +224,6 @@ def test_documents_of_chunks_name_what_a_chunk_sees():
         ([0, 0, 2, 6], [0, 3, 14, 18]),  # tokens 12 to 17
     ]
     assert [chunk.max_seqlen for chunk in found] == [(6, 12), (6, 18)]
-
-
-def test_a_scale_of_0_is_no_default():
-    """Under it all keys count the same."""
-    unset = {"scale": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0}
-    assert context._without_defaults(unset) == {}
-    assert context._without_defaults(unset | {"scale": 0.0}) == {"scale": 0.0}
 
 
 def resolved(asked="auto", world=2, seq_len=16, micro_batch=1, document_mask=False, **model) -> tuple[str, str]:

@@ -52,7 +52,7 @@ def test_loaded_by_its_path_under_another_name(tmp_path, capsys):
     command = [sys.executable, "-c", USE, str(variant), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    with pytest.raises(ValueError, match="exists; give another, nothing is overwritten"):
+    with pytest.raises(ValueError, match="exists and is not an empty folder; give another, nothing is overwritten"):
         export_kernels.main.__wrapped__(settings, tmp_path)
     inside = str(ROOT / "kernels" / "mine")
     with pytest.raises(ValueError, match=rf"^folder={inside} lies in {ROOT}/kernels, which is copied; give one"):

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels import flash_attention, flash_attention_varlen, why_not
 from kernels.call import Options
-from kernels.device import dense_bf16_peak_flops
+from kernels.device import gpu_named
 from kernels.flash_attn import flash_attn_func, flash_attn_varlen_func
 from kernels.launch import Launch, kernel_inputs, start
 from kernels.portable.backward import launch_flash_bwd
@@ -420,13 +420,11 @@ def test_why_not_names_the_remedy(monkeypatch):
     assert f"needs an NVIDIA GPU; {sdpa}" in reason
 
 
-def test_unknown_gpus_have_no_peak():
-    assert dense_bf16_peak_flops("NVIDIA H200") == 989.4e12
-    assert dense_bf16_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert dense_bf16_peak_flops("NVIDIA L40S") == 362.05e12
-    assert dense_bf16_peak_flops("Tesla T4") is None, "it has no bfloat16"
-    assert dense_bf16_peak_flops("NVIDIA L4000") is None
-    assert dense_bf16_peak_flops("Some future GPU") is None
+def test_boards_by_the_names_of_their_devices():
+    assert gpu_named("NVIDIA H200").dense_flops == 989.4e12
+    assert gpu_named("NVIDIA A100-SXM4-80GB").dense_flops == 312e12
+    assert gpu_named("NVIDIA L40S").dense_flops == 362.05e12
+    assert gpu_named("NVIDIA L4000") is gpu_named("Some future GPU") is None
 
 
 # batch, heads, kv_heads, num_q, num_k

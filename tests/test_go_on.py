@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets  # noqa: F401  its log would keep the first test's stderr, and later tests write to it
 import pytest
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 
 import train as program
 from conf.folders import newest_run
-from data import DataConfig, build_tokenizer
+from data import build_tokenizer
 from data.tokenizer_json import tokenizer_json
 from model import GPT, attend_with, resolve_model
 from tests.runs import CORPUS, SMALL, contents, metrics, settings, told
@@ -28,7 +27,7 @@ from training.checkpoint import META, open_checkpoint
 from training.hardware import set_up
 from training.optimizer import Optimizer, lr_factor
 from training.parallel import World
-from training.resume import earlier_settings, settings_as_asked
+from training.resume import earlier_settings
 from training.speed import measured_forward, slow_on_a_cpu
 from training.stop import resume_command, shell_command
 
@@ -289,24 +288,6 @@ def test_settings_of_another_version_or_of_a_stranger_refer_to_nothing(here, tra
     assert found.code == 0, found.error
     assert changes(found.out) == ["optim.of_yesterday 1 -> null", "train.max_hours 1e-9 -> null"]
     assert yaml.safe_load((the_run() / "config.yaml").read_text())["logger"]["group"] == "${oc.env:HOME}"
-
-
-def test_a_revision_that_an_earlier_version_ignored_is_left_out():
-    """Beside a local copy it is refused, and a run that began with both goes on."""
-    meta = {"settings": {"data": {"local_dir": "there", "revision": "main"}}, "left_open": {}}
-    checkpoint = SimpleNamespace(meta=meta, require=lambda *_: None)
-    assert settings_as_asked(checkpoint) == {"data.local_dir": "there", "data.revision": None}
-    meta["settings"]["data"]["local_dir"] = None
-    assert settings_as_asked(checkpoint) == {"data.local_dir": None, "data.revision": "main"}
-
-
-def test_a_fraction_that_an_earlier_version_ignored_is_left_out():
-    """As a revision is; where no split is held out, it says what is."""
-    meta = {"settings": {"data": {"validation_split": "validation", "validation_fraction": 0.2}}, "left_open": {}}
-    checkpoint = SimpleNamespace(meta=meta, require=lambda *_: None)
-    assert settings_as_asked(checkpoint)["data.validation_fraction"] == DataConfig.validation_fraction
-    meta["settings"]["data"]["validation_split"] = None
-    assert settings_as_asked(checkpoint)["data.validation_fraction"] == 0.2
 
 
 # --- a run of its own with another's weights

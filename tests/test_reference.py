@@ -277,18 +277,6 @@ def test_tile_sizes_do_not_matter():
         torch.testing.assert_close(tiled_attention(q, k, v, causal=True, block_q=block_q, block_k=block_k), expected)
 
 
-def test_the_order_of_the_loops_changes_no_bit():
-    q, k, v = make_qkv(1, 4, 2, 37, 45, 8)
-    options = {"causal": True, "window": (20, 0), "dropout_p": 0.2, "dropout_seed": 1, "block_q": 8, "block_k": 12}
-    results = []
-    for outer in ("queries", "keys"):
-        o, lse = tiled_attention(q, k, v, return_lse=True, outer=outer, **options)
-        results.append((o, lse, *torch.autograd.grad(o.sum() + lse.sum(), (q, k, v))))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    with pytest.raises(ValueError, match="outer is 'rows'; use 'queries' or 'keys'"):
-        tiled_attention(q, k, v, outer="rows")
-
-
 def test_naive_runs_products_in_the_input_dtype():
     q, k, v = make_qkv(1, 2, 2, 20, 20, 16, dtype=torch.bfloat16)
     scores = (q @ k.transpose(-1, -2)) * 0.25

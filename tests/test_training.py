@@ -249,6 +249,9 @@ def test_mfu_is_a_share_of_all_gpus_in_bfloat16(monkeypatch):
         "tokens_per_second": 4000, "mfu": 2000 * flops["causal"] / peak, "mfu_full": 2000 * flops["full"] / peak,
     })  # fmt: skip
     assert peak_flops(gpu, torch.float32) is peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    for name in ("Tesla T4", "Some future GPU"):  # without bfloat16, and not known
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(gpu, torch.bfloat16) is None
 
 
 # --- hardware

@@ -30,6 +30,16 @@ def write_weights(weights: dict[str, torch.Tensor], path: Path, *, metadata: dic
     path.chmod(mode)
 
 
+def free_folder(path: str) -> Path:
+    """Where `path` leads, if nothing is there yet; ValueError otherwise."""
+    if not path:
+        raise ValueError("folder= is not given; name a new folder, such as folder=mine")
+    folder = Path(path).resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"folder={path} exists and is not an empty folder; give another, nothing is overwritten")
+    return folder
+
+
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder to fill, which in the end is `folder`; where it cannot be, OSError, and nothing is left."""

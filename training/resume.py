@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from data import DataConfig
 from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
@@ -91,7 +90,7 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
     if not (written.exists() and description.exists()):
         return {}
     try:
-        return _not_ignored(settings_of(run_dir)) | json.loads(description.read_text())["left_open"]
+        return settings_of(run_dir) | json.loads(description.read_text())["left_open"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{written} or {description.name} is damaged; remove the folder to start anew") from error
 
@@ -99,7 +98,7 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
 def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
     """Its settings, flat, as they were before `resolve` chose for its machine."""
     _require_a_runs(checkpoint)
-    return _not_ignored(flat(checkpoint.meta["settings"])) | dict(checkpoint.meta["left_open"])
+    return flat(checkpoint.meta["settings"]) | dict(checkpoint.meta["left_open"])
 
 
 def _require_a_runs(checkpoint: Checkpoint) -> None:
@@ -110,15 +109,6 @@ def _require_a_runs(checkpoint: Checkpoint) -> None:
             f"checkpoint to train from; use one of {checkpoint.path.parents[1] / 'checkpoints'}"
         )
     checkpoint.require(NEEDED_META, checkpoint.meta, META)
-
-
-def _not_ignored(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without what earlier versions let stand and nobody read: a revision beside a local copy, a fraction to hold out
-    beside a split."""
-    ignored: dict[str, Any] = {"data.revision": None} if settings.get("data.local_dir") else {}
-    if settings.get("data.validation_split"):
-        ignored["data.validation_fraction"] = DataConfig.validation_fraction
-    return settings | ignored
 
 
 def refuse_unless_same(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.device import dense_bf16_peak_flops
+from kernels.device import gpu_named
 from model import GPT
 from training.hardware import DTYPES, Hardware
 from training.optimizer import OptimConfig, flops_of_muon
@@ -47,10 +47,12 @@ class Speed:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense FLOP/s of the chip's tensor cores in bfloat16; None for other formats and for chips that are not known."""
+    """Dense FLOP/s of the chip's tensor cores in bfloat16; None for other formats, for chips that are not known, and
+    before Ampere, which has no bf16."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    return dense_bf16_peak_flops(torch.cuda.get_device_name(device))
+    gpu = gpu_named(torch.cuda.get_device_name(device))
+    return None if gpu is None or gpu.arch < 80 else gpu.dense_flops
 
 
 def attention_flops(pairs: float, head_dim: int) -> float:

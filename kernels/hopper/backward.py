@@ -119,7 +119,7 @@ def _after_kernel(
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
     dq *= scale
     dq_strides = in_sixteen_bytes(dq_strides)
-    dq_base = head_base(dq_ptr, dq_strides, batch, head, row0, False)
+    dq_base = head_base(dq_ptr, dq_strides, batch, head, row0)
     dq_at = dq_base + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
     if tl.program_id(0) == tl.num_programs(0) - 1:

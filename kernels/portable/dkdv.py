@@ -7,13 +7,12 @@ from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (
     ROW_PADDING,
     Mask,
-    Rows,
     document_rows,
-    head_base,
     load_tile,
     mask_scores,
     masked_tile,
     owned_tile,
+    rows_of,
     seeing_queries,
     store_tile,
 )
@@ -144,10 +143,8 @@ def flash_dkdv_kernel(
     k_start = tile * BLOCK_K
     mask = Mask(num_q, num_k, (window_left, window_right), CAUSAL, LOCAL)
 
-    k_base = head_base(k, k_strides, batch, kv_head, k_row0, TMA)
-    v_base = head_base(v, v_strides, batch, kv_head, k_row0, TMA)
-    k_rows = Rows(k_base, k_strides, batch, kv_head, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, TMA)
-    v_rows = Rows(v_base, v_strides, batch, kv_head, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, TMA)
+    k_rows = rows_of(k, k_strides, batch, kv_head, k_row0, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, TMA)
+    v_rows = rows_of(v, v_strides, batch, kv_head, k_row0, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, TMA)
     k_tile = load_tile(k_rows, k_start, True)
     v_tile = load_tile(v_rows, k_start, True)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
@@ -157,10 +154,8 @@ def flash_dkdv_kernel(
     for member in range(group_size):
         head = kv_head * group_size + member
         slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
-        q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
-        do_base = head_base(do, do_strides, batch, head, q_row0, TMA)
-        q_rows = Rows(q_base, q_strides, batch, head, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
-        do_rows = Rows(do_base, do_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, TMA)
+        q_rows = rows_of(q, q_strides, batch, head, q_row0, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
+        do_rows = rows_of(do, do_strides, batch, head, q_row0, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, TMA)
         q_head = batch * num_heads + head
         row_offset = q_head.to(tl.int64) * q_tokens_padded + padded_row0
         lse_base, delta_base = lse_log2_ptr + row_offset, delta_ptr + row_offset
@@ -187,5 +182,8 @@ def flash_dkdv_kernel(
             )  # fmt: skip
     if switches.dropout_seed is not None:
         dv = dv * (1.0 / (1.0 - switches.dropout_p))
-    store_tile(dk_ptr, dk_strides, batch, kv_head, k_row0, k_start, num_k, dk * scale, HEAD_DIM, BLOCK_D, BLOCK_K)
-    store_tile(dv_ptr, dv_strides, batch, kv_head, k_row0, k_start, num_k, dv, HEAD_DIM_V, BLOCK_DV, BLOCK_K)
+    dk *= scale
+    dk_rows = rows_of(dk_ptr, dk_strides, batch, kv_head, k_row0, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, False)
+    store_tile(dk_rows, k_start, dk)
+    dv_rows = rows_of(dv_ptr, dv_strides, batch, kv_head, k_row0, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, False)
+    store_tile(dv_rows, k_start, dv)

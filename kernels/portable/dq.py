@@ -7,12 +7,11 @@ from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (
     ROW_PADDING,
     Mask,
-    Rows,
     document_rows,
-    head_base,
     load_tile,
     mask_scores,
     masked_tile,
+    rows_of,
     store_tile,
 )
 from .visits import bits_at, keys_met, owned_queries, visited, where_shown
@@ -121,14 +120,10 @@ def flash_dq_kernel(
     slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
     scoring = Scoring(mask, scale_log2, slope_log2, switches, batch_head, q_row0, PRECISION)
 
-    q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
-    do_base = head_base(do, do_strides, batch, head, q_row0, TMA)
-    k_base = head_base(k, k_strides, batch, kv_head, k_row0, TMA)
-    v_base = head_base(v, v_strides, batch, kv_head, k_row0, TMA)
-    q_rows = Rows(q_base, q_strides, batch, head, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
-    do_rows = Rows(do_base, do_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, TMA)
-    k_rows = Rows(k_base, k_strides, batch, kv_head, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, TMA)
-    v_rows = Rows(v_base, v_strides, batch, kv_head, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, TMA)
+    q_rows = rows_of(q, q_strides, batch, head, q_row0, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
+    do_rows = rows_of(do, do_strides, batch, head, q_row0, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, TMA)
+    k_rows = rows_of(k, k_strides, batch, kv_head, k_row0, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, TMA)
+    v_rows = rows_of(v, v_strides, batch, kv_head, k_row0, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, TMA)
     q_tile = load_tile(q_rows, q_start, True)
     do_tile = load_tile(do_rows, q_start, True)
     padded = batch_head.to(tl.int64) * q_tokens_padded + padded_row0 + q_start + tl.arange(0, BLOCK_Q)
@@ -150,4 +145,6 @@ def flash_dq_kernel(
                 q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, True, not EVEN_K,
                 None if visits.entries is None else bits_at(position, visits),
             )  # fmt: skip
-    store_tile(dq_ptr, dq_strides, batch, head, q_row0, q_start, num_q, dq * scale, HEAD_DIM, BLOCK_D, BLOCK_Q)
+    dq *= scale
+    dq_rows = rows_of(dq_ptr, dq_strides, batch, head, q_row0, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, False)
+    store_tile(dq_rows, q_start, dq)

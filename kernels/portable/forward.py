@@ -31,12 +31,11 @@ from .tiles import (
     LN_2,
     LOG2_E,
     Mask,
-    Rows,
     document_rows,
-    head_base,
     load_tile,
     mask_scores,
     masked_tile,
+    rows_of,
     store_tile,
 )
 from .tuning import Tile, fitting, kernel_operands, tile_for
@@ -147,12 +146,9 @@ def flash_fwd_kernel(
     slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
     scoring = Scoring(mask, scale_log2, slope_log2, switches, batch_head, q_row0, PRECISION)
 
-    q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
-    k_base = head_base(k, k_strides, batch, kv_head, k_row0, TMA)
-    v_base = head_base(v, v_strides, batch, kv_head, k_row0, TMA)
-    q_rows = Rows(q_base, q_strides, batch, head, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
-    k_rows = Rows(k_base, k_strides, batch, kv_head, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, TMA)
-    v_rows = Rows(v_base, v_strides, batch, kv_head, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, TMA)
+    q_rows = rows_of(q, q_strides, batch, head, q_row0, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
+    k_rows = rows_of(k, k_strides, batch, kv_head, k_row0, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, TMA)
+    v_rows = rows_of(v, v_strides, batch, kv_head, k_row0, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, TMA)
     q_tile = load_tile(q_rows, q_start, True)
 
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
@@ -186,7 +182,8 @@ def flash_fwd_kernel(
         acc = acc * (1.0 / (denominator * (1.0 - switches.dropout_p)))[:, None]
     else:
         acc = acc * (1.0 / denominator)[:, None]
-    store_tile(o_ptr, o_strides, batch, head, q_row0, q_start, num_q, acc, HEAD_DIM_V, BLOCK_DV, BLOCK_Q)
+    o_rows = rows_of(o_ptr, o_strides, batch, head, q_row0, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
+    store_tile(o_rows, q_start, acc)
     rows = q_start + tl.arange(0, BLOCK_Q)
     lse = (running_max + tl.log2(denominator)) * LN_2
     tl.store(lse_ptr + batch_head.to(tl.int64) * q_tokens + q_row0 + rows, lse, mask=rows < num_q)

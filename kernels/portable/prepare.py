@@ -10,12 +10,11 @@ from ..launch import Launch, grid_tiles, padded
 from .tiles import (
     LOG2_E,
     ROW_PADDING,
-    Rows,
     document_of,
     document_rows,
-    head_base,
     load_tile,
     longest_first,
+    rows_of,
     tile_counts,
 )
 
@@ -189,10 +188,8 @@ def _delta_kernel(
         # TMA reads them too, so their strides are multiples of 16 bytes
         o_strides, do_strides = in_sixteen_bytes(o_strides), in_sixteen_bytes(do_strides)
 
-    o_base = head_base(o_ptr, o_strides, batch, head, row0, False)
-    do_base = head_base(do_ptr, do_strides, batch, head, row0, False)
-    o_rows = Rows(o_base, o_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
-    do_rows = Rows(do_base, do_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
+    o_rows = rows_of(o_ptr, o_strides, batch, head, row0, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
+    do_rows = rows_of(do_ptr, do_strides, batch, head, row0, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
     o = load_tile(o_rows, q_start, True)
     do = load_tile(do_rows, q_start, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)

@@ -36,9 +36,9 @@ class Mask:
 
 @record
 class Rows:
-    """The rows of one head, or of one document of it, that are read in tiles of (BLOCK, BLOCK_D)."""
+    """The rows of one head, or of one document of it, that are read or written in tiles of (BLOCK, BLOCK_D)."""
 
-    base: tl.tensor  # from `head_base`
+    base: tl.tensor  # from `rows_of`
     strides: tuple
     batch: tl.tensor
     head: tl.tensor
@@ -114,16 +114,14 @@ def tile_counts(documents, cu_seqlens, num_docs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def longest_first(ordinal, cu_seqlens, num_docs, BLOCK: tl.constexpr, lanes=None):
+def longest_first(ordinal, cu_seqlens, num_docs, BLOCK: tl.constexpr):
     """The program's tile of the packed rows: (document, level), document -1 where no tile is left.
 
     A document's tiles have levels 0, 1, ... Tiles go by falling level, so that the work of a causal tile, which grows
     with it, falls too, whatever the order of the documents: a long document that started last would keep a few
     multiprocessors busy while the rest wait. Documents are looked at 128 at a time; the level is found by bisection.
-    `lanes` is 0 .. 127 in the layout that a Gluon kernel must name.
     """
-    if lanes is None:
-        lanes = tl.arange(0, 128)
+    lanes = tl.arange(0, 128)
     first = 0
     tiles = tile_counts(first + lanes, cu_seqlens, num_docs, BLOCK)
     total = tl.sum(tiles, 0)
@@ -159,17 +157,26 @@ def document_rows(document, cu_seqlens, num_tokens):
 
 
 @triton.jit
-def head_base(tensor, strides, batch, head, first_row, TMA: tl.constexpr):
-    """Where a head's first row is: a pointer, with 64-bit arithmetic; a TMA descriptor addresses heads itself,
-    and carries the row with it.
+def head_base(tensor, strides, batch, head, first_row):
+    """Pointer to a head's row `first_row`, with 64-bit arithmetic."""
+    base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    return base + tl.cast(first_row, tl.int64) * strides[2]
+
+
+@triton.jit
+def rows_of(
+    tensor, strides, batch, head, first_row, num_tokens,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The `Rows` of a head. A TMA descriptor addresses heads itself, and carries the first row with it.
 
     first_row is a document's first packed row, 0 for dense tensors.
     """
     if TMA:
-        return tensor, first_row
+        return Rows((tensor, first_row), strides, batch, head, num_tokens, HEAD_DIM, BLOCK_D, BLOCK, True)
     else:
-        base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-        return base + tl.cast(first_row, tl.int64) * strides[2]
+        base = head_base(tensor, strides, batch, head, first_row)
+        return Rows(base, strides, batch, head, num_tokens, HEAD_DIM, BLOCK_D, BLOCK, False)
 
 
 @triton.jit
@@ -206,26 +213,15 @@ def load_tile(tensor, start, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def store_tile(
-    tensor,
-    strides,
-    batch,
-    head,
-    first_row,
-    start,
-    num_tokens,
-    tile,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Store (BLOCK, BLOCK_D) in the tensor's dtype, but no row past num_tokens and no padded column."""
-    rows = tl.arange(0, BLOCK)
-    cols = tl.arange(0, BLOCK_D)
-    base = head_base(tensor, strides, batch, head, first_row, False)
-    pointers = base + tl.cast(start, tl.int64) * strides[2] + (rows[:, None] * strides[2] + cols[None, :])
-    keep = (start + rows < num_tokens)[:, None] & (cols < HEAD_DIM)[None, :]
-    tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=keep)
+def store_tile(tensor, start, tile):
+    """Store (BLOCK, BLOCK_D) to the `Rows` from `start` on, in their dtype, but no row past num_tokens and no padded
+    column."""
+    rows = tl.arange(0, tensor.BLOCK)
+    cols = tl.arange(0, tensor.BLOCK_D)
+    stride = tensor.strides[2]
+    pointers = tensor.base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
+    keep = (start + rows < tensor.num_tokens)[:, None] & (cols < tensor.HEAD_DIM)[None, :]
+    tl.store(pointers, tile.to(tensor.base.dtype.element_ty), mask=keep)
 
 
 @triton.jit

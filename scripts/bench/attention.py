@@ -12,10 +12,6 @@ installed; its backward adds dQ in any order unless it is told to be determinist
 causal. A pass that takes less than 1 ms also has Python's share, which is no part of its time. The run's folder gets
 attention.json and charts of speed and memory against N.
 
-`bench.sustained_ms` also runs each call on end for so long and gives its clock and energy. They say what bounds it: its
-cycles, or the energy that a GPU at its power cap pays for by its clock. Joules need seconds, as the driver counts them
-in steps of some 0.1 s.
-
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
 """
 
@@ -39,7 +35,7 @@ from kernels import (
     naive_attention_varlen,
 )
 from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, refuse_uneven_heads, sdpa, tensors
-from scripts.bench.clock import Board, Milliseconds, asked_in, facts_as_errors, free, measure, peak_gib, turns
+from scripts.bench.clock import Milliseconds, asked_in, facts_as_errors, free, measure, peak_gib, turns
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -76,13 +72,10 @@ class BenchConfig:
     hidden: int = 2048  # query heads times head_dim
     rounds: int = 3  # in which all take turns
     budget_ms: float = 100.0  # time spent on the runs of one row, over all rounds
-    sustained_ms: float | None = None  # and each on end for so long, over all rounds, for its clock and energy
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=PASSES)
-        refuse_out_of_range(
-            "bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds", "budget_ms", "sustained_ms"
-        )
+        refuse_out_of_range("bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds", "budget_ms")
         refuse_uneven_heads(self)
 
 
@@ -126,8 +119,6 @@ class Cell:
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware = set_up_gpu("attention", settings.hardware, SMOKE)
     bench = settings.bench
-    if bench.sustained_ms and hardware.device.type != "cuda":
-        raise ValueError(f"bench.sustained_ms={bench.sustained_ms} asks an NVIDIA GPU for its clock; leave it out")
     report = Report("attention", run_dir, hardware.description)
     dtype = str(hardware.dtype).removeprefix("torch.")
     for head_dim, mask, seq_len in product(bench.head_dim, bench.mask, bench.seq_len):
@@ -147,9 +138,6 @@ FIGURES: Columns = {
     "p99": "{ms_p99:.3f}",
     "TFLOP/s": "{tflops:.1f}",
     "peak MiB": "{peak_extra_mib:.0f}",
-    "on end, ms": "{sustained_ms:.3f}",
-    "GHz": "{ghz:.3f}",
-    "J": "{joules:.3f}",
     "Python, us": "{python_us:.0f}",
 }
 
@@ -172,7 +160,6 @@ def draw(report: Report) -> None:
 def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
     """A row for each implementation and pass; those of one pass take turns."""
     rows = []
-    board = Board(device) if bench.sustained_ms else None
     for which in bench.passes:
         ready: list[tuple[Row, Callable[[], object], list[Milliseconds]]] = []
         for name in bench.attention:
@@ -188,13 +175,6 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
             for row, call, rounds in order:
                 with facts_as_errors(row, *refusal(row["attention"])):
                     rounds.append(measure(call, device, bench.budget_ms / bench.rounds, with_host=False))
-        if board:
-            on_end = [(row, call, []) for row, call, _ in ready if "error" not in row]
-            for order in turns(on_end, bench.rounds):
-                for _, call, found in order:
-                    found.append(board.sustained(call, bench.sustained_ms / bench.rounds))
-            for row, _, found in on_end:
-                row |= {name: statistics.median(facts[name] for facts in found) for name in found[0]}
         for row, call, rounds in ready:
             if "error" in row:
                 continue

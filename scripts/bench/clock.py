@@ -1,6 +1,5 @@
 """What a call takes of a device: time over many runs with a cold L2 cache, memory; and the parts of a training step."""
 
-import ctypes
 import gc
 import math
 import statistics
@@ -123,52 +122,6 @@ def p99(times: Iterable[float]) -> float:
     """The 99th percentile by nearest rank: the least of the times that 99 of 100 do not pass."""
     times = sorted(times)
     return times[-(-99 * len(times) // 100) - 1]
-
-
-class Board:
-    """A GPU's clock and energy, as NVIDIA's driver counts them; OSError where it does not."""
-
-    def __init__(self, device: torch.device):
-        self._device, self._board = device, ctypes.c_void_p()
-        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        self._ask("nvmlInit_v2")
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        self._ask("nvmlDeviceGetHandleByUUID", uuid, ctypes.byref(self._board))
-
-    def _ask(self, function: str, *arguments: Any) -> None:
-        if code := getattr(self._nvml, function)(*arguments):
-            raise OSError(f"{function} of NVIDIA's driver failed with {code}; leave bench.sustained_ms out")
-
-    def ghz(self) -> float:
-        """Of the multiprocessors, now."""
-        mhz, multiprocessors = ctypes.c_uint(), 1
-        self._ask("nvmlDeviceGetClockInfo", self._board, multiprocessors, ctypes.byref(mhz))
-        return mhz.value / 1e3
-
-    def joules(self) -> float:
-        """Since the driver was loaded, in steps of some 0.1 s."""
-        millijoules = ctypes.c_ulonglong()
-        self._ask("nvmlDeviceGetTotalEnergyConsumption", self._board, ctypes.byref(millijoules))
-        return millijoules.value / 1e3
-
-    def sustained(self, call: Callable[[], object], ms: float) -> dict[str, float]:
-        """Time, clock and energy of a call that is run on end for so long, with a warm L2 cache."""
-        (first,) = spans(call, self._device, 1)
-        runs, clocks = max(3, int(ms / 1e3 / first)), []
-        begin, before = Mark(self._device), self.joules()
-        for run in range(runs):
-            call()
-            if run % max(1, runs // 20) == 0:
-                clocks.append(self.ghz())
-        end = Mark(self._device)
-        while not end.event.query():
-            clocks.append(self.ghz())
-            time.sleep(1e-3)
-        return {
-            "sustained_ms": 1e3 * begin.seconds_to(end) / runs,
-            "ghz": statistics.mean(clocks),
-            "joules": (self.joules() - before) / runs,
-        }
 
 
 def of_tokens(

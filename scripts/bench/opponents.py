@@ -12,7 +12,6 @@ from hashlib import sha256
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -132,7 +131,9 @@ class NanoGPTConfig(Opponent):
         return self.LEAST_RATE + (1 - self.LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def contender(self, lr: float, run: Run) -> Contender:
-        module = _module("nanogpt_model", Path(self.folder) / "model.py")
+        spec = spec_from_file_location("nanogpt_model", Path(self.folder) / "model.py")
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
         model, vocab, hardware = run.model, run.vocab_size, run.hardware
         shape: dict[str, Any] = {"n_layer": model.num_layers, "n_head": model.num_heads, "n_embd": model.n_embd}
         padded = vocab if vocab < 2**15 else round_up(vocab, 64)  # as its own data sets have it
@@ -271,10 +272,3 @@ def _matrices(net: nn.Module) -> int:
     """What nanochat counts as a model's size."""
     counts = net.num_scaling_params()
     return counts["transformer_matrices"] + counts["lm_head"]
-
-
-def _module(name: str, path: Path) -> ModuleType:
-    spec = spec_from_file_location(name, path)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
