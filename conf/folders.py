@@ -20,6 +20,13 @@ def folder_of_run(resume: str | None, name: str | None, experiment: str, time: s
     return str(resumed_run(resume, name, experiment) or _own(f"{_runs(name, experiment)}/{time}"))
 
 
+def folder_of_sweep(resume: str | None, name: str | None, experiment: str, time: str) -> str:
+    """A new folder for a sweep, under the name of the run that it resumes where none was typed."""
+    if not name and resume != "auto" and (run := resumed_run(resume, None, experiment)):
+        name = (run.parent if (run.parent / SWEEP).is_file() else run).parent.name
+    return _own(f"{_runs(name, experiment)}/{time}")
+
+
 def resumed_run(resume: str | None, name: str | None, experiment: str) -> Path | None:
     """The folder of the run that `resume` means, `auto` the newest of that name; None where it means none."""
     if resume == "auto":

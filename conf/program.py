@@ -34,6 +34,7 @@ from conf.arguments import NOW, key_of, literal
 from conf.console import protect_console
 from conf.folders import (
     folder_of_run,
+    folder_of_sweep,
     keep_traceback,
     listing,
     remove_empty_sweeps,
@@ -300,15 +301,16 @@ def name_user() -> None:
 
 
 def register(schema: type) -> None:
-    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `optim_for`,
-    `tokenizer_for` and `unless`.
+    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `sweep_dir`,
+    `optim_for`, `tokenizer_for` and `unless`.
 
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
     """
     ConfigStore.instance().store("schema", OmegaConf.create(OmegaConf.to_container(_typed(schema))))
-    # cached: it makes a folder, and jobs of a launcher, processes of their own, are handed what was found here
+    # cached: they make a folder, and jobs of a launcher, processes of their own, are handed what was found here
     OmegaConf.register_new_resolver("run_dir", folder_of_run, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("sweep_dir", folder_of_sweep, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
     OmegaConf.register_new_resolver("tokenizer_for", lambda model, ours: model or ours, replace=True)
     OmegaConf.register_new_resolver("unless", lambda other, value: None if other else value, replace=True)

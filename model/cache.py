@@ -18,6 +18,7 @@ from model.attention import AttentionFunction, flash
 from model.config import GPTConfig
 from model.free_memory import free_bytes
 from model.prompts import Prompts, sent
+from model.sampling import whole
 
 ABSENT = -1  # the length of a row that is not in use
 # of keys and values with scales, by the names that programs take
@@ -57,8 +58,7 @@ class KVCache:
                 f"a KV cache in {dtype} is not known; use a floating point dtype of 16 bits or more, torch.int8 or "
                 "torch.float8_e4m3fn"
             )
-        if num_rows < 1 or max_tokens < 1:
-            raise ValueError(f"a KV cache of {num_rows} rows of {max_tokens} tokens holds nothing; use at least 1")
+        num_rows, max_tokens = whole("num_rows", num_rows, 1), whole("max_tokens", max_tokens, 1)
         places, slots = pool or (num_rows, max_tokens)
         shape = (config.num_layers, places, config.kv_heads, slots, config.head_dim)
         device, needed = torch.device(device), 2 * math.prod(shape) * dtype.itemsize

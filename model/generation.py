@@ -62,7 +62,7 @@ def generate(
     and options.
 
     Args:
-        model: not a compiled one.
+        model: of a compiled one the model itself runs.
         prompts: of each the ids to continue, at least one; lists, or tensors or arrays of one dimension.
         max_new_tokens: how many tokens to add to each sequence.
         temperature, top_k, top_p: as in `choose_next_token`.

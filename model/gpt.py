@@ -22,6 +22,7 @@ from model.masks import Pattern, parse_mask
 from model.positions import check_input, positions_in, rope_tables
 from model.prompts import Prompts
 from model.recompute import recompute
+from model.sampling import whole
 
 INIT_STD = 0.02  # GPT-2's
 VOCAB_MULTIPLE = 64  # the head's matmul runs at full speed on sizes that are a multiple of 64
@@ -200,8 +201,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         config.validate()
-        if vocab_size < 1 or seq_len < 1:
-            raise ValueError(f"vocab_size={vocab_size} and seq_len={seq_len} must be at least 1")
+        vocab_size, seq_len = whole("vocab_size", vocab_size, 1), whole("seq_len", seq_len, 1)
         for key in ("attention", "loss"):
             if getattr(config, key) == "auto":
                 raise ValueError(f"model.{key}=auto is not yet a choice; give GPT what resolve_model makes of it")

@@ -486,6 +486,7 @@ CHECKPOINTS = [
     Case("resume from a list", ["resume=[a]"], ["checkpoint [a] does not exist"]),
     Case("resume from a file", ["resume={p}/corpus.txt"], ["{p}/corpus.txt has no checkpoint.json"]),
     Case("resume from another folder", ["resume={p}"], ["{p} is a folder of runs; give one of them", "{p}/first"]),
+    Case("resume from a part", ["resume={p}/first/checkpoints"], ["no checkpoint.json; give the run, {p}/first"]),
     Case("link to a deleted one", RESUME, ["{p}/first/checkpoints/last does not exist"],
          lambda place: shutil.rmtree((place.path / LAST).resolve())),
     Case("weights truncated", RESUME, ["model.safetensors is damaged", "use another"], in_checkpoint(
@@ -631,6 +632,10 @@ CHECKPOINTS = [
     Case("sample: temperature", [*SAMPLE, "temperature=-1"], ["temperature=-1.0", "must be 0"],
          program="scripts.sample"),
     Case("compare: no run", ["{p}/cache"], ["{p}/cache has no metrics.jsonl"], program="scripts.compare"),
+    Case("sample: a path alone", ["{p}/first"], ["'{p}/first': write key=value, as checkpoint=PATH"],
+         program="scripts.sample"),
+    Case("compare: a file", ["{p}/first/metrics.jsonl"], ["metrics.jsonl is a file; give the folder of a run"],
+         program="scripts.compare"),
     Case("compare: nothing", [], ["runs=[]", "give the folders"], program="scripts.compare"),
     Case("compare: no picture", ["{p}/first", "out="], ["out= names no picture", "use"], program="scripts.compare"),
     Case("compare: no such format", ["{p}/first", "out=x.docx"], ["out=x.docx cannot be drawn", "use x.png"],

@@ -214,9 +214,9 @@ def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
 
 
 def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
-    with pytest.raises(ValueError, match="a KV cache of 1 rows of 0 tokens holds nothing; use at least 1"):
+    with pytest.raises(ValueError, match="max_tokens=0 must be a whole number of at least 1"):
         KVCache(CONFIG, 1, 0)
-    with pytest.raises(ValueError, match="a KV cache of 0 rows of 40 tokens holds nothing"):  # no num_pages was given
+    with pytest.raises(ValueError, match="num_rows=0 must be a whole number of at least 1"):  # no num_pages was given
         paged(num_rows=0, num_pages=None, max_tokens=40)
     cache = paged(num_rows=2, num_pages=3, max_tokens=40)
     with pytest.raises(ValueError, match="to extend 2 rows by 1 numbers; give one for each"):

@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import shlex
+import shutil
 import sys
 import time
 from contextlib import ExitStack
@@ -329,6 +330,22 @@ def test_runs_begun_in_one_second_have_folders_of_their_own(tmp_path, monkeypatc
         of_each.append(folders.folder_of_run(None, "k", "quickstart", "T"))
         assert folders.folder_of_run(None, "k", "quickstart", "T") == of_each[-1]
     assert of_each == ["runs/k/T", "runs/k/T_2", "runs/k/T_3"]
+
+
+def test_a_sweep_of_a_resumed_run_has_that_runs_name(tmp_path, monkeypatch):
+    """It was in the folder of an experiment that nobody had asked for."""
+    monkeypatch.chdir(tmp_path)
+    for run in ("runs/r/T", "runs/lr/T/0"):
+        Path(run, "checkpoints").mkdir(parents=True)
+    Path("runs/lr/T/multirun.yaml").touch()
+    for resume, name, folder in (
+        ("runs/r/T", None, "runs/r/A"), ("runs/lr/T/0", None, "runs/lr/A"), ("runs/r/T", "k", "runs/k/A"),
+        (None, None, "runs/quickstart/A"), ("no such", None, "runs/quickstart/A"),
+    ):  # fmt: skip
+        folders._own.cache_clear()
+        shutil.rmtree(folder, ignore_errors=True)
+        assert folders.folder_of_sweep(resume, name, "quickstart", "A") == folder
+    assert set(Path("runs/quickstart").iterdir()) == {Path("runs/quickstart/A")}
 
 
 def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):

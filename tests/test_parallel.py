@@ -477,12 +477,12 @@ def several(size: int) -> World:
 
 
 def test_sequences_that_cannot_be_shared_name_the_nearest_that_can():
-    with pytest.raises(ValueError, match=r"train.batch_tokens=320 is 10 sequences, .* use 256 or 384, or 2 processes"):
+    with pytest.raises(ValueError, match=r"batch_tokens=320 is 10 sequences, .* use 256 or 384, or fewer processes: 2"):
         several(4).local_sequences(10, None, 32)
     with pytest.raises(ValueError, match=r"train.micro_batch=4 does not divide the 2 sequences"):
         several(4).local_sequences(8, 4, 32)
     assert several(4).local_sequences(8, 2, 32) == 2
-    with pytest.raises(ValueError, match=r"train.batch_tokens=64 is 2 sequences, which .*; use 128, or 2 processes$"):
+    with pytest.raises(ValueError, match=r"batch_tokens=64 is 2 sequences, .*; use 128, or fewer processes: 2$"):
         several(4).local_sequences(2, None, 32)
     pairs = several(4)
     pairs.arrange(ParallelConfig(context=2))

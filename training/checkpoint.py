@@ -246,16 +246,16 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
     if (path / "checkpoints").is_dir():  # a run's folder was given
         newest = newest_complete(path / "checkpoints", verify=verify)
         if newest is None:
-            raise ValueError(f"run {path} has no whole checkpoint; give another run or checkpoint")
+            raise ValueError(f"run {path} has no whole checkpoint; give another run or checkpoint, or train it anew")
         return newest
-    if found := sorted(path.glob("*/checkpoints")):
+    if found := sorted(path.glob("*/checkpoints")) or sorted(path.glob("*/*/checkpoints")):
         raise ValueError(f"{path} is a folder of runs; give one of them, such as {found[-1].parent}")
     folder = path.resolve()  # `last` of a run that goes on may become another one meanwhile
     for file in (*FILES, MANIFEST):
         if not (folder / file).is_file():
-            raise ValueError(
-                f"checkpoint {path} has no {file}; give a folder that holds {', '.join(FILES)}, {MANIFEST}"
-            )
+            is_part = (path.parent / "checkpoints").is_dir()
+            remedy = f"give the run, {path.parent}" if is_part else f"give a folder of {', '.join(FILES)}, {MANIFEST}"
+            raise ValueError(f"checkpoint {path} has no {file}; {remedy}")
     meta = read_json(folder, META)
     if meta.get("format") != FORMAT:
         raise ValueError(

@@ -30,7 +30,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     metrics, summary = folder / "metrics.jsonl", folder / "summary.json"
     if not metrics.is_file():
-        raise ValueError(f"{folder} has no metrics.jsonl; give the folder of a run (runs/<experiment>/<time>)")
+        found = "is a file" if folder.is_file() else "has no metrics.jsonl"
+        raise ValueError(f"{folder} {found}; give the folder of a run (runs/<experiment>/<time>)")
     *lines, _ = metrics.read_bytes().split(b"\n")
     if not lines:
         raise ValueError(f"{metrics} has no line yet; wait for the run's first step, or leave {folder} out")

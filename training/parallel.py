@@ -171,7 +171,7 @@ class World:
             fewer = next(number for number in range(groups - 1, 0, -1) if sequences % number == 0)
             raise ValueError(
                 f"train.batch_tokens={sequences * seq_len} is {sequences} sequences, which {self.size} processes "
-                f"cannot share equally; use {nearest}, or {fewer * self.size // groups} processes"
+                f"cannot share equally; use {nearest}, or fewer processes: {fewer * self.size // groups}"
             )
         if isinstance(micro_batch, int) and share % micro_batch:
             each = f" that each of {self.size} processes has" if self.size > 1 else ""
