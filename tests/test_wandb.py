@@ -261,10 +261,13 @@ def test_a_run_that_nobody_named_has_the_environments_names(tmp_path, begun, mon
     """As in every program with wandb."""
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     monkeypatch.setenv("WANDB_NAME", "run 7")
-    for chosen in ({}, {"project": "mine", "name": "first try"}):
-        start_wandb(tmp_path, LoggerConfig(**chosen), "offline", "", DESCRIPTION, resume=False)
-    found = [tuple(run.options[key] for key in ("project", "name")) for run in begun]
-    assert found == [("theirs", "run 7"), ("mine", "first try")]
+    monkeypatch.setenv("WANDB_RUN_GROUP", "tries")
+    (tmp_path / "multirun.yaml").touch()
+    (tmp_path / "0").mkdir()
+    for chosen in ({}, {"project": "mine", "name": "first try", "group": "others"}):
+        start_wandb(tmp_path / "0", LoggerConfig(**chosen), "offline", "", DESCRIPTION, resume=False)
+    found = [tuple(run.options[key] for key in ("project", "name", "group")) for run in begun]
+    assert found == [("theirs", "run 7", "tries"), ("mine", "first try", "others")]
 
 
 def test_an_id_that_a_power_cut_damaged_is_replaced(tmp_path, begun):

@@ -138,11 +138,11 @@ def start_wandb(
         import wandb  # half a second, so only where it is used
 
         folder = run_dir.resolve()
-        is_of_a_sweep = (folder.parent / "multirun.yaml").is_file()  # Hydra's
+        sweep = "/".join(folder.parent.parts[-2:]) if (folder.parent / "multirun.yaml").is_file() else None  # Hydra's
         run = wandb.init(
             project=config.project or os.environ.get("WANDB_PROJECT") or "flashgpt",
             entity=config.entity,
-            group=config.group or ("/".join(folder.parent.parts[-2:]) if is_of_a_sweep else None),
+            group=config.group or os.environ.get("WANDB_RUN_GROUP") or sweep,
             tags=config.tags or None,
             name=config.name or os.environ.get("WANDB_NAME") or "/".join(folder.parts[-2:]),
             id=run_id,
