@@ -18,11 +18,12 @@ def check_input(
     seq_len: int,
 ) -> None:
     """Raise ValueError where a GPT cannot take these: arguments of its `forward`. The device is not asked for ids."""
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.numel() == 0 or tokens.is_floating_point():
-        found = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens are {found}; give ids as an int64 tensor of at least one token, (B, N)")
-    if targets is not None and targets.shape != tokens.shape:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected the tokens' {tuple(tokens.shape)}")
+    if not _is_of(tokens, 2, torch.int64, torch.int32) or tokens.numel() == 0:
+        raise ValueError(f"tokens are {_found(tokens)}; give ids as an int64 tensor of at least one token, (B, N)")
+    if targets is not None and (not isinstance(targets, Tensor) or targets.shape != tokens.shape):
+        raise ValueError(f"targets are {_found(targets)}; expected the tokens' shape, {tuple(tokens.shape)}")
+    if cu_seqlens is not None and (not _is_of(cu_seqlens, 1, torch.int32) or len(cu_seqlens) < 2):
+        raise ValueError(f"cu_seqlens are {_found(cu_seqlens)}; expected int32 (documents + 1,), at least one document")
     if kv_cache is None:
         if tokens.size(1) > seq_len:
             raise ValueError(
@@ -40,6 +41,14 @@ def check_input(
             f"tokens; the model has {config.num_layers} of {config.kv_heads} of {config.head_dim} and "
             f"seq_len={seq_len}: make one by its make_cache"
         )
+
+
+def _is_of(x: object, dims: int, *dtypes: torch.dtype) -> bool:
+    return isinstance(x, Tensor) and x.dim() == dims and x.dtype in dtypes
+
+
+def _found(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -328,6 +328,7 @@ def test_a_context_beyond_seq_len_is_refused():
         (torch.zeros(1, 2, 8, dtype=torch.int64), r"tokens are torch.int64 \(1, 2, 8\); give ids"),
         (torch.zeros(2, 0, dtype=torch.int64), r"tokens are torch.int64 \(2, 0\); give ids"),
         (torch.zeros(2, 8), r"tokens are torch.float32 \(2, 8\); give ids"),
+        (torch.ones(2, 8, dtype=torch.bool), r"tokens are torch.bool \(2, 8\); give ids"),
     ],
 )
 def test_tokens_of_another_kind_are_refused(tokens, message):
@@ -339,9 +340,17 @@ def test_tokens_of_another_kind_are_refused(tokens, message):
 def test_targets_of_another_shape_are_refused(loss):
     """Of as many tokens in another order they would be those of other tokens."""
     tokens, targets = batch(rows=2, length=8)
-    for given in (targets.T, targets.flatten(), targets[:, :4]):
-        with pytest.raises(ValueError, match=r"targets has shape .*; expected the tokens' \(2, 8\)"):
+    for given in (targets.T, targets.flatten(), targets[:, :4], targets.tolist()):
+        with pytest.raises(ValueError, match=r"targets are (torch.int64|list).*; expected the tokens' shape, \(2, 8\)"):
             small_gpt(loss=loss)(tokens, given)
+
+
+def test_documents_of_another_kind_are_refused():
+    tokens = batch(rows=2, length=8)[0]
+    whole = torch.tensor([0, 8, 16], dtype=torch.int32)
+    for given in (whole.tolist(), whole.float(), whole.long(), whole[None], whole[:1]):
+        with pytest.raises(ValueError, match=r"cu_seqlens are (list|torch.*\)); expected int32 \(documents"):
+            small_gpt()(tokens, cu_seqlens=given)
 
 
 @pytest.mark.parametrize("page", [None, 16])
