@@ -148,6 +148,7 @@ def run(
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
         progress = {"step": step, "seconds": seconds(), "metric_lines": log.lines}
+        on_first(world.take_time)()  # it waits for what is still being written
         with world.communicating():
             saver.save(model, state, progress | description, best=best)
 
@@ -220,6 +221,7 @@ def run(
                 speed.restart(step)
 
             if config.sample_tokens and config.is_due(config.sample_every, step):
+                on_first(world.take_time)()
                 text = stepper.sample(dataset.tokenizer)
                 log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
                 speed.restart(step)
@@ -230,13 +232,14 @@ def run(
         best_loss = min(best_loss, results.get("val_loss", math.inf))
         results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
         results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
-        world.patience = math.inf  # the first process may read a large text, or wait for a slow disk
+        world.take_time()  # the first process may read a large text, or wait for a slow disk
         if step >= config.steps and world.is_first:  # it reads all of the text, and a stop has little time
             results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
         saved = saver.wait() or (resumed and resumed.path)
         summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
         saver.check()
-    return world.broadcast(summary and {**summary, "signal": stop.signal})
+        # within, as a signal ends at once who no longer waits for the first process
+        return world.broadcast(summary and {**summary, "signal": stop.signal})
 
 
 @program("config", Settings, experiment="quickstart", after_sweep=show_sweep, world=this_world)

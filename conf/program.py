@@ -239,7 +239,8 @@ class _Runs(Generic[S]):
             _refuse_missing_in_files(cfg if cfg is not composed else None)
             settings = settings_from(cfg, self.schema)
         if self.processes:  # those of the first one, which are right
-            cfg = OmegaConf.create(self.processes.broadcast(OmegaConf.to_container(cfg)))
+            resolved = OmegaConf.to_container(cfg, resolve=True) if self.is_first else None  # ${oc.env:...} is its own
+            cfg = OmegaConf.create(literal(self.processes.broadcast(resolved)))
             settings = settings_from(cfg, self.schema)
         return settings, run
 

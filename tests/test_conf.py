@@ -332,6 +332,24 @@ def test_runs_begun_in_one_second_have_folders_of_their_own(tmp_path, monkeypatc
     assert of_each == ["runs/k/T", "runs/k/T_2", "runs/k/T_3"]
 
 
+def test_the_first_process_reads_the_environment_for_all(tmp_path, monkeypatch):
+    """Each read its own, and trained otherwise without a word."""
+    told, read = [], []
+    first = SimpleNamespace(size=2, rank=0, is_first=True, broadcast=lambda value: told.append(value) or value)
+    first.close = lambda: None
+
+    @program("tool", Echo, world=lambda: first)
+    def main(settings: Echo, run_dir: Path) -> None:
+        read.append(settings.prompt)
+
+    monkeypatch.setenv("WHO", "the first")
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    for given, expected in (("${oc.env:WHO}", "the first"), ("a \\${b}", "a ${b}")):
+        monkeypatch.setattr(sys, "argv", ["echo.py", f"prompt='{given}'", f"hydra.run.dir={tmp_path}"])
+        main()
+        assert told[-1]["prompt"] == read[-1] == expected
+
+
 def test_a_sweep_of_a_resumed_run_has_that_runs_name(tmp_path, monkeypatch):
     """It was in the folder of an experiment that nobody had asked for."""
     monkeypatch.chdir(tmp_path)
@@ -351,7 +369,10 @@ def test_a_sweep_of_a_resumed_run_has_that_runs_name(tmp_path, monkeypatch):
 def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
     """Two that draw its picture at once take the unfinished file from each other."""
     shown = []
-    second = SimpleNamespace(size=2, rank=1, is_first=False, broadcast=lambda value: value, close=lambda: None)
+    firsts = ({**asdict(Echo()), "prompt": prompt} for prompt in "ab")
+    second = SimpleNamespace(
+        size=2, rank=1, is_first=False, broadcast=lambda value: value or next(firsts), close=lambda: None
+    )
     settings_seen = []
 
     @program("tool", Echo, after_sweep=shown.append, world=lambda: second)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -468,6 +469,29 @@ def test_who_cannot_meet_is_told_why_in_one_line(monkeypatch):
         meet(1, 2, 1)
 
 
+def test_processes_that_are_started_again_hear_nothing_of_those_before(monkeypatch):
+    """torchrun --max-restarts keeps the store, and they ended of the message that had ended the first ones."""
+    store, names = dist.HashStore(), []
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(store, 0, 2)]))
+    monkeypatch.setattr("training.rendezvous.World", lambda *args: names.append(args[3]) or SimpleNamespace())
+    monkeypatch.setattr("training.rendezvous.Watchdog", lambda *args: None)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        meet(0, 2, 0)
+    names[0].set("failed", "rank 1")
+    assert names[0].check(["failed"])
+    assert not names[1].check(["failed"])
+
+
+def test_who_comes_to_the_store_of_another_run_waits_for_five_minutes(monkeypatch):
+    assert parallel.MEETING.total_seconds() == 300
+    monkeypatch.setattr(parallel, "MEETING", timedelta(milliseconds=1))
+    with pytest.raises(RuntimeError, match="timeout"):
+        World(rank=1, size=2, store=dist.HashStore())
+
+
 def several(size: int) -> World:
     """One of `size` processes, without the others."""
     world = World()
@@ -520,7 +544,11 @@ def test_a_process_may_be_as_late_as_its_work_takes(monkeypatch):
     in_a_step, between = patience[::2], patience[1::2]
     assert in_a_step == [math.inf, parallel.BETWEEN_STEPS, parallel.IN_A_STEP, 90.0]
     assert between == [parallel.BETWEEN_STEPS] * 4
-    assert world.arrivals == 4
+    assert world.arrivals == 4 * 2, "who begins no step is behind, whatever it would wait in"
+    world.take_time()
+    assert world.patience == math.inf
+    world.begin_step(cpu)
+    assert world.patience == parallel.IN_A_STEP
     world.begin_run()
     world.begin_step(cpu)
     assert world.patience == math.inf, "the next run of a sweep is compiled, too"

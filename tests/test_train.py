@@ -26,7 +26,10 @@ from training.evaluate import EvaluationSet, evaluate, unigram_loss
 from training.hardware import HardwareConfig, set_up
 from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.parallel import ALONE
+from training.saver import Saver
 from training.step import Step, training_step
+from training.stepper import Stepper
+from training.stop import StopRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -158,6 +161,27 @@ def test_the_others_wait_while_the_first_reads_all_of_the_text(tmp_path, monkeyp
         small_run(tmp_path, "train.steps=2"), tmp_path / "run", on_step=lambda step: setattr(ALONE, "patience", 600.0)
     )
     assert found == [math.inf]
+
+
+def test_a_signal_ends_nobody_who_waits_for_the_first_to_end(tmp_path, monkeypatch):
+    """The others died of it, and the first one's last checkpoint with them."""
+    handlers = []
+    monkeypatch.setattr(ALONE, "broadcast", lambda value: handlers.append(signal.getsignal(signal.SIGTERM)) or value)
+    train(small_run(tmp_path, "train.steps=2"), tmp_path / "run")
+    assert handlers[-1].__func__ is StopRequest._on_signal
+
+
+def test_the_first_is_waited_for_while_it_saves_and_samples(tmp_path, monkeypatch):
+    patience = {}
+
+    def noting(name, real):
+        return lambda *given, **named: patience.setdefault(name, ALONE.patience) and real(*given, **named)
+
+    for owner, name in ((Saver, "save"), (Stepper, "sample")):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    sampled = small_run(tmp_path, "train.steps=2", "train.sample_tokens=4")
+    train(sampled, tmp_path / "run", on_step=lambda step: setattr(ALONE, "patience", 600.0))
+    assert patience == {"save": math.inf, "sample": math.inf}
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])

@@ -197,6 +197,7 @@ class BadSteps:
             model, moments = full_model(self.model), full_on_host(self.optimizer.state_dict())
         seen = FirstBad()
         if self.hardware.world.is_first:  # one process computes the whole step, with the same bits
+            self.hardware.world.take_time()
             batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
             no_op = NoOpOptimizer(model, self.optimizer.loss_scale)
             seen.weights(model)  # the step before may have made them so

@@ -34,6 +34,7 @@ CONTEXT_METHODS = ("auto", *METHODS)
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
 IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
 FOREVER = timedelta(days=30)  # who never comes is found by training/watchdog.py, not by a timeout
+MEETING = timedelta(minutes=5)  # before there is one
 
 
 @dataclass
@@ -82,7 +83,7 @@ class World:
         local_rank: its number on its host: which GPU it takes.
         hosts: of each rank.
         step: steps done, as far as the host knows.
-        arrivals: collectives that it has entered; those that wait for it have entered one more.
+        arrivals: steps and collectives that it has entered; those that wait for it have entered more.
         context: neighbouring ranks that share each row's tokens (context parallelism).
         shards: whether each process holds a part of every weight (training/shard.py).
         patience: seconds that the others wait for it in a collective before it counts as hanging.
@@ -98,7 +99,7 @@ class World:
         self.watchdog: Watchdog | None = None
         self._group = group
         self.begin_run()
-        self.hosts = self.all_gather(socket.gethostname())
+        self.hosts = self.all_gather(socket.gethostname(), MEETING)
 
     def begin_run(self) -> None:
         """Start afresh: in a sweep the same processes train one run after another."""
@@ -138,7 +139,7 @@ class World:
 
     # --- rare collectives, through the store
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, within: timedelta = FOREVER) -> list[Any]:
         """What each process gave, by rank. All must call it, and none returns before all have. `value` is JSON."""
         if self._store is None:
             return [value] * self.size
@@ -146,7 +147,7 @@ class World:
         self.arrivals += 1
         with self.communicating():
             self._store.set(keys[self.rank], json.dumps(value))
-            self._store.wait(keys, FOREVER)
+            self._store.wait(keys, within)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
             if self._gathers:  # a process that is here has read all of the one before
                 self._store.delete_key(f"all_gather/{self._gathers - 1}/{self.rank}")
@@ -188,6 +189,11 @@ class World:
             self.messages.clock.begin(device)
             if self._sums > 1:
                 self.patience = max(IN_A_STEP, self.messages.clock.last_ms / 1e3)
+            self.arrivals += 1
+
+    def take_time(self) -> None:
+        """Until its next step the others wait for this process however long it takes; one that dies is still found."""
+        self.patience = math.inf
 
     @torch.no_grad()
     def sum(self, terms: list[Tensor], loss: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -66,7 +66,9 @@ def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> Worl
     check_address(size)
     try:
         meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(minutes=5))
-        store = dist.PrefixStore("run", next(iter(meeting))[0])
+        # torchrun --max-restarts keeps the store, and what the processes before have said in it
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"run {attempt}", next(iter(meeting))[0])
         world = World(rank, size, local_rank, store)
     except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

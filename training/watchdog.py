@@ -145,7 +145,7 @@ class Watchdog:
         silent = [rank for rank, (_, since) in enumerate(self._heard) if (now - since) * limits.beat > patience]
         if silent:
             rank = silent[0]
-            step = json.loads(self._heard[rank][0])[1]
+            step = max(json.loads(self._heard[rank][0])[1], world.step - 1)  # the sum of ours has had its part, too
             message = f"it has not been heard of for {patience:g} s: killed, stopped or cut off"
             return Failure(rank, world.hosts[rank], step, message), silent
         return self._hanging([json.loads(beat) for beat in beats], now)
