@@ -238,7 +238,7 @@ def run(
         saved = saver.wait() or (resumed and resumed.path)
         summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
         saver.check()
-        # within, as a signal ends at once who no longer waits for the first process
+        # inside of `with`: behind it a signal would end who waits here while the first process still writes
         return world.broadcast(summary and {**summary, "signal": stop.signal})
 
 

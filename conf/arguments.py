@@ -38,7 +38,7 @@ def read(
         listed = ",".join(map(_quoted, bare))
         values = [value for value in values if value not in bare] + [f"{positional}=[{listed}]"]
     values = [_as_typed(value, keys, sweeps=found.multirun) for value in values]
-    if found.multirun and any(re.match(r"(experiment|name)=.*[,(]", value) for value in values):
+    if found.multirun and any(re.match(r"(experiment|name|resume)=.*[,(]", value) for value in values):
         defaults = [SEVERAL, *defaults]
     said = set(map(key_of, values))
     return flags, [*values, *(value for value in defaults if key_of(value) not in said)], found.help

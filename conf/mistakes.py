@@ -91,7 +91,8 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
         case UnicodeDecodeError():
             return f"a configuration file is not UTF-8 ({error.reason} at byte {error.start}); convert it with iconv"
         case OverrideParseException():
-            how = "key=value, as checkpoint=PATH" if os.path.exists(error.override) else "key=value"
+            key = next((key for key in ("checkpoint", "resume") if key in keys), None)
+            how = f"key=value, as {key}=PATH" if key and os.path.isdir(error.override) else "key=value"
             return f"cannot read the argument '{error.override}': write {how} (quote lists, spaces and accents)"
     for pattern, words in _HYDRAS.items():
         if found := re.search(pattern, str(error)):

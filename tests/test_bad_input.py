@@ -634,6 +634,7 @@ CHECKPOINTS = [
     Case("compare: no run", ["{p}/cache"], ["{p}/cache has no metrics.jsonl"], program="scripts.compare"),
     Case("sample: a path alone", ["{p}/first"], ["'{p}/first': write key=value, as checkpoint=PATH"],
          program="scripts.sample"),
+    Case("train: a path alone", ["{p}/first"], ["'{p}/first': write key=value, as resume=PATH"]),
     Case("compare: a file", ["{p}/first/metrics.jsonl"], ["metrics.jsonl is a file; give the folder of a run"],
          program="scripts.compare"),
     Case("compare: nothing", [], ["runs=[]", "give the folders"], program="scripts.compare"),

@@ -34,7 +34,7 @@ from training.parallel import ALONE, ParallelConfig, World
 from training.rendezvous import meet, ranks
 from training.run import Run, resolve
 from training.step_messages import NUM_VOTES, SLOW_STEPS, StepClock
-from training.watchdog import Failure
+from training.watchdog import LIMITS, Failure, Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -477,12 +477,36 @@ def test_processes_that_are_started_again_hear_nothing_of_those_before(monkeypat
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(store, 0, 2)]))
     monkeypatch.setattr("training.rendezvous.World", lambda *args: names.append(args[3]) or SimpleNamespace())
     monkeypatch.setattr("training.rendezvous.Watchdog", lambda *args: None)
-    for attempt in ("0", "1"):
+    for of_host, attempt in (("2", "0"), ("2", "1"), ("1", "1")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", of_host)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         meet(0, 2, 0)
     names[0].set("failed", "rank 1")
-    assert names[0].check(["failed"])
-    assert not names[1].check(["failed"])
+    assert [name.check(["failed"]) for name in names] == [True, False, True], "hosts count their own restarts"
+
+
+def test_muons_exchanges_count_for_who_waits(monkeypatch):
+    """A process that hangs in a product of its own has entered fewer."""
+    world, x = several(2), torch.ones(1, 2, 2)
+    world.flat_mesh = lambda device: SimpleNamespace(get_group=lambda: None)
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **options: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **options: None)
+    owners = Owners(world, [x.shape] * 3, [1.0] * 3, torch.float32, torch.device("cpu"))
+    list(owners.computed([x] * 3, lambda matrices: matrices))
+    assert world.arrivals == 3
+    owners._exchange([[x], [x]], [[x.shape], [x.shape]])
+    assert world.arrivals == 4
+
+
+def test_a_lost_process_has_done_the_steps_that_all_have_summed():
+    """Its last beat may be a second old, and steps short."""
+    world, store = several(2), dist.HashStore()
+    dog = object.__new__(Watchdog)
+    dog._world, dog._store, dog._limits, dog._suspicion, dog._looks = world, store, LIMITS, "", 100
+    dog._heard, dog._beats, world.step = [("", 100), (b"[1, 9, 0, 1.0]", 0)], 0, 21
+    store.set("beat/1", "[1, 9, 0, 1.0]")
+    failure, silent = dog._look()
+    assert (failure.rank, failure.step, silent) == (1, 20, [1])
 
 
 def test_who_comes_to_the_store_of_another_run_waits_for_five_minutes(monkeypatch):

@@ -222,8 +222,11 @@ class World:
                 raise ValueError(f"{self.size} processes cannot share hardware.device={device.type}; start one")
             store = dist.PrefixStore("group", self._store)
             own = device if device.type == "cuda" else None
+            # the watchdog alone says who hangs, but for what it does not count: exchanges inside of a step
+            within = FOREVER if self.context == 1 and not self.shards else None
+            ranks = {"rank": self.rank, "world_size": self.size, "device_id": own}
             with self.communicating():
-                dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, device_id=own)
+                dist.init_process_group(backend, timeout=within, store=store, **ranks)
             self._group = dist.group.WORLD
         return self._group
 

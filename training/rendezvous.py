@@ -66,8 +66,10 @@ def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> Worl
     check_address(size)
     try:
         meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(minutes=5))
-        # torchrun --max-restarts keeps the store, and what the processes before have said in it
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # torchrun --max-restarts keeps the store, and what the processes before have said in it; but each host counts
+        # its own restarts, so that those of several have no number in common
+        alone = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
         store = dist.PrefixStore(f"run {attempt}", next(iter(meeting))[0])
         world = World(rank, size, local_rank, store)
     except RuntimeError as error:
