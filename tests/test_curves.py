@@ -12,6 +12,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
+from conf import arguments
 from conf.program import program
 from scripts import parity
 from scripts.bench.report import OTHER_COLOURS, Panel, draw_lengths
@@ -388,6 +389,12 @@ def test_a_sweep_of_experiments_is_in_one_folder(tmp_path, monkeypatch, capsys):
     _, sweep = swept(tmp_path, monkeypatch, capsys, "experiment=quickstart,shakespeare", "train.steps=1")
     assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "compare.png", "multirun.yaml"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["several"]
+
+
+def test_runs_that_a_sweep_resumes_have_no_name_in_common():
+    for key in ("experiment", "name", "resume"):
+        assert arguments.SEVERAL in arguments.read(["-m", f"{key}=a,b"], [], None, {})[1]
+        assert arguments.SEVERAL not in arguments.read(["-m", f"{key}=a"], [], None, {})[1]
 
 
 @pytest.mark.parametrize(("code", "runs"), [(65, 3), (143, 1)])
