@@ -148,7 +148,7 @@ def run(
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
         progress = {"step": step, "seconds": seconds(), "metric_lines": log.lines}
-        on_first(world.take_time)()  # it waits for what is still being written
+        world.take_time()  # it waits for what is still being written
         with world.communicating():
             saver.save(model, state, progress | description, best=best)
 
@@ -221,7 +221,7 @@ def run(
                 speed.restart(step)
 
             if config.sample_tokens and config.is_due(config.sample_every, step):
-                on_first(world.take_time)()
+                world.take_time()
                 text = stepper.sample(dataset.tokenizer)
                 log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
                 speed.restart(step)

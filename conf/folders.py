@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conf.keys import is_folder_name
 from training.lock import NAME as LOCK
-from training.lock import SWEEP, by_time
+from training.lock import SWEEP, by_time, sweep_of
 
 LOG_OF_ANOTHER = re.compile(r"rank_\d+\.log")  # of several processes, which leave them where they fail
 MADE: set[Path] = set()  # by this process, before anything was checked
@@ -23,7 +23,7 @@ def folder_of_run(resume: str | None, name: str | None, experiment: str, time: s
 def folder_of_sweep(resume: str | None, name: str | None, experiment: str, time: str) -> str:
     """A new folder for a sweep, under the name of the run that it resumes where none was typed."""
     if not name and resume != "auto" and (run := resumed_run(resume, None, experiment)):
-        name = (run.parent if (run.parent / SWEEP).is_file() else run).parent.name
+        name = (sweep_of(run) or run).parent.name
     return _own(f"{_runs(name, experiment)}/{time}")
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from training.curves import curve, draw_losses, picture, read_run
-from training.lock import SWEEP, holder
+from training.lock import holder, sweep_of
 
 # key of a record -> an axis. Not wall time: the first run of a sweep starts up and compiles for all that follow
 MEASURES = {"step": "steps", "tokens": "tokens", "training_seconds": "seconds of training steps"}
@@ -29,7 +29,7 @@ def runs_below(folder: Path) -> list[Path]:
         runs = [file.parent for file in folder.glob(pattern)]
         if runs:
             of_sweeps = [file.parent for file in folder.glob(f"*/{pattern}")]  # beside runs of one
-            runs += [run for run in of_sweeps if (run.parent / SWEEP).is_file()]
+            runs += [run for run in of_sweeps if sweep_of(run)]
             shown = list(filter(_has_a_line, runs)) or runs
             for run in sorted({*runs} - {*shown}):
                 print(f"left out: {run} has no line of metrics yet")

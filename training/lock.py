@@ -15,6 +15,11 @@ DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 TRIES = 10  # of taking it, a hundredth of a second apart
 
 
+def sweep_of(run: Path) -> Path | None:
+    """The folder of the sweep that the run is one of; None where it is of none."""
+    return run.parent if (run.parent / SWEEP).is_file() else None
+
+
 def by_time(run: Path) -> tuple[bool, list[str | int]]:
     """Sorts runs, or sweeps, by the time in a folder's name and the number behind it, 10 after 9; one without a time
     was renamed by the user, so it comes first."""

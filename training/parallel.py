@@ -34,7 +34,7 @@ CONTEXT_METHODS = ("auto", *METHODS)
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
 IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
 FOREVER = timedelta(days=30)  # who never comes is found by training/watchdog.py, not by a timeout
-MEETING = timedelta(minutes=5)  # before there is one
+MEETING = timedelta(minutes=5)  # until all are there
 
 
 @dataclass
@@ -192,8 +192,9 @@ class World:
             self.arrivals += 1
 
     def take_time(self) -> None:
-        """Until its next step the others wait for this process however long it takes; one that dies is still found."""
-        self.patience = math.inf
+        """Until its next step the others wait for the first process, however long it takes; if it dies, it is found."""
+        if self.is_first:
+            self.patience = math.inf
 
     @torch.no_grad()
     def sum(self, terms: list[Tensor], loss: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from functools import cache
 
 import torch.distributed as dist
 
-from training.parallel import ALONE, World
+from training.parallel import ALONE, MEETING, World
 from training.watchdog import LIMITS, Limits, Watchdog
 
 
@@ -65,7 +64,7 @@ def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> Worl
         return ALONE
     check_address(size)
     try:
-        meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(minutes=5))
+        meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=MEETING)
         # torchrun --max-restarts keeps the store, and what the processes before have said in it; but each host counts
         # its own restarts, so that those of several have no number in common
         alone = os.environ.get("LOCAL_WORLD_SIZE") == str(size)

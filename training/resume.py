@@ -16,7 +16,7 @@ from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
 from training.comparison import as_typed, flat, settings_of
-from training.lock import SWEEP, by_time
+from training.lock import by_time, sweep_of
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
@@ -209,8 +209,8 @@ def _refuse_another_model(
 
 def newest_sweep(run: Path) -> Path | None:
     """The newest sweep of the run's name that has checkpoints, but for its own; None where there is none."""
-    of_name = run.parent.parent if (run.parent / SWEEP).is_file() else run.parent
-    sweeps = {path.parent.parent for path in of_name.glob("*/*/checkpoints") if (path.parents[1] / SWEEP).is_file()}
+    of_name = (sweep_of(run) or run).parent
+    sweeps = {sweep for path in of_name.glob("*/*/checkpoints") if (sweep := sweep_of(path.parent))}
     return max(sweeps - {run.parent}, key=by_time, default=None)
 
 

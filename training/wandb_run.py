@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from training.lock import sweep_of
 from training.stop import shell_command
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
@@ -138,11 +139,11 @@ def start_wandb(
         import wandb  # half a second, so only where it is used
 
         folder = run_dir.resolve()
-        sweep = "/".join(folder.parent.parts[-2:]) if (folder.parent / "multirun.yaml").is_file() else None  # Hydra's
+        sweep = sweep_of(folder)
         run = wandb.init(
             project=config.project or os.environ.get("WANDB_PROJECT") or "flashgpt",
             entity=config.entity,
-            group=config.group or os.environ.get("WANDB_RUN_GROUP") or sweep,
+            group=config.group or os.environ.get("WANDB_RUN_GROUP") or (sweep and "/".join(sweep.parts[-2:])),
             tags=config.tags or None,
             name=config.name or os.environ.get("WANDB_NAME") or "/".join(folder.parts[-2:]),
             id=run_id,
