@@ -12,9 +12,7 @@ DOCUMENTS = ("rows", "wikitext")
 MAX_WORKERS = 1024  # more than a machine has cores; each holds a piece of text
 
 # keys that belong to some sources; another would ignore them
-_HUB = ("name", "config", "revision", "split", "validation_split", "test_split", "streaming", "local_dir", "documents")
-# keys of what is not trained on, and what it is without them
-HELD_OUT = {"validation_split": " for the last data.validation_fraction", "test_split": ""}
+_HUB = ("name", "config", "revision", "split", "validation_split", "streaming", "local_dir", "documents")
 _KEYS = {"files": ("text",), "text_field": ("text", "hub")} | dict.fromkeys(_HUB, ("hub",))
 
 
@@ -31,7 +29,6 @@ class DataConfig:
     revision: str | None = None  # hub only: a commit or tag; null: the newest when the text is first tokenized
     split: str = "train"  # hub only: what is trained on; "train[:1%]" works without streaming and local_dir
     validation_split: str | None = None  # hub only: what is held out; null: the last validation_fraction of `split`
-    test_split: str | None = None  # hub only: tokenized as well
     streaming: bool = False  # hub only: no copy on the disk but the tokens; read 3 times without a validation_split
     local_dir: str | None = None  # hub only: a folder laid out as the dataset is there, in place of the hub
     documents: str = "rows"  # hub only: rows | wikitext (a row is a line, an article begins at its title)
@@ -94,9 +91,8 @@ class DataConfig:
                 f"data.revision={self.revision} is a commit of the hub, and data.local_dir={self.local_dir} is read as "
                 "it lies; use data.revision=null, or leave data.local_dir out"
             )
-        for key in HELD_OUT:
-            if (held_out := getattr(self, key)) and _overlap(self.split, held_out):
-                raise self.trained_on(key)
+        if self.validation_split and _overlap(self.split, self.validation_split):
+            raise self.trained_on()
         if self.validation_split and self.validation_fraction != DataConfig.validation_fraction:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} holds out the end of data.split, and "
@@ -104,11 +100,11 @@ class DataConfig:
                 "data.validation_split=null"
             )
 
-    def trained_on(self, key: str) -> ValueError:
-        """That the split of `key`, one of HELD_OUT, has rows of data.split."""
+    def trained_on(self) -> ValueError:
+        """That data.validation_split has rows of data.split."""
         return ValueError(
-            f"data.{key}={getattr(self, key)} has rows that are trained on (data.split={self.split}); hold out others, "
-            f"or leave it out{HELD_OUT[key]}"
+            f"data.validation_split={self.validation_split} has rows that are trained on (data.split={self.split}); "
+            "hold out others, or leave it out for the last data.validation_fraction"
         )
 
 

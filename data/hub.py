@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from data.config import HELD_OUT, DataConfig
+from data.config import DataConfig
 from data.shards import file_sha256
 from data.textfiles import readable, refuse_changed, refuse_unlisted
 
@@ -54,7 +54,7 @@ def open_splits(
     import datasets
 
     sizes = None  # of streams, which have no slices
-    splits = {"train": data.split, "validation": data.validation_split, "test": data.test_split}
+    splits = {"train": data.split, "validation": data.validation_split}
     with _one_line(data):
         # without a network `datasets` retries for 23 s before it looks into its cache; offline it looks at once
         offline = datasets.config.HF_HUB_OFFLINE or bool(folder) or not within_reach(data.name, data.revision)
@@ -75,7 +75,7 @@ def open_splits(
                 builder.download_and_prepare()
                 read, sizes = builder.as_dataset, builder.info.splits
             tables = {split: read(spec) for split, spec in splits.items() if spec}
-    if sizes:
+    if sizes and data.validation_split:
         _refuse_shared_rows(data, {name: split.num_examples for name, split in sizes.items()})
     return {split: partial(_texts, data, split, table, modified_ns) for split, table in tables.items()}, builder.hash
 
@@ -84,12 +84,10 @@ def _refuse_shared_rows(data: DataConfig, sizes: Mapping[str, int]) -> None:
     """ValueError where slices that are held out have rows of those that are trained on. sizes: rows of each split."""
     from datasets import ReadInstruction
 
-    for key in HELD_OUT:
-        if held_out := getattr(data, key):
-            one, other = (ReadInstruction.from_spec(spec).to_absolute(sizes) for spec in (data.split, held_out))
-            for a, b in product(one, other):
-                if a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to):
-                    raise data.trained_on(key)
+    specs = (data.split, data.validation_split)
+    for a, b in product(*(ReadInstruction.from_spec(spec).to_absolute(sizes) for spec in specs)):
+        if a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to):
+            raise data.trained_on()
 
 
 def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Mapping[Path, str]) -> None:
@@ -99,7 +97,7 @@ def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Mapp
     files: of each split, as the folder's README.md names them; a hub's copy is made of links to files.
     hashed: SHA-256 of each file that was.
     """
-    named = "+".join(filter(None, (data.split, data.validation_split, data.test_split)))
+    named = "+".join(filter(None, (data.split, data.validation_split)))
     used, first = {part.partition("[")[0].strip() for part in named.split("+")}, {}
     for split, file in ((split, Path(file)) for split, of_split in files.items() for file in of_split):
         if (sha256 := hashed.get(file.resolve())) is None:

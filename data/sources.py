@@ -24,10 +24,10 @@ from data.tokenize import Fragment, head, tail
 Stream = Callable[[], Iterator[Fragment]]
 
 # how WikiText's rows are usually read: their fingerprint leaves it out, as that of the first releases did
-WIKITEXT_READ = {"splits": ["train", "validation", "test"], "text_field": "text"}
+WIKITEXT_READ = {"splits": ["train", "validation", None], "text_field": "text"}
 AS_THEY_LIE = {  # what keys may say where WikiText's own files are read, which no key cuts or chooses
-    "split": ("train",), "validation_split": ("validation", None), "test_split": ("test", None),
-    "text_field": (DataConfig.text_field,), "streaming": (DataConfig.streaming,),
+    "split": ("train",), "validation_split": ("validation", None), "text_field": (DataConfig.text_field,),
+    "streaming": (DataConfig.streaming,),
     "validation_fraction": (DataConfig.validation_fraction,),
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ class Source:
     identity: JSON-able; two sources with the same identity give the same splits, wherever they lie.
     about: JSON-able; what else a reader of the manifest wants to know (names, versions). Of the hub's datasets `splits`
         adds the commit.
-    splits: opens each split's stream: {"train": ..., "validation": ..., maybe "test": ...}.
+    splits: opens each split's stream: {"train": ..., "validation": ...}.
     """
 
     label: str
@@ -96,8 +96,8 @@ def _hub(data: DataConfig) -> Source:
         for key, read in AS_THEY_LIE.items():
             if (value := getattr(data, key)) not in read:
                 raise ValueError(
-                    f"data.{key}={value} is not for data.local_dir={folder}, which holds WikiText's own files: train, "
-                    "validation and test as they lie; leave it out"
+                    f"data.{key}={value} is not for data.local_dir={folder}, which holds WikiText's own files: train "
+                    "and validation as they lie; leave it out"
                 )
         files = dict(zip(found, textfiles.inspect(list(found.values())), strict=True))
         return Source(
@@ -116,7 +116,8 @@ def _hub(data: DataConfig) -> Source:
         identity |= {"name": data.config, "files": hashes}
     else:
         identity |= {"hub": data.name, "name": data.config, "revision": data.revision}
-    read = {"splits": [data.split, data.validation_split, data.test_split], "text_field": data.text_field}
+    # None: fingerprints once had a test split
+    read = {"splits": [data.split, data.validation_split, None], "text_field": data.text_field}
     if data.documents != "wikitext" or read != WIKITEXT_READ:
         identity |= read
     if not data.validation_split:
@@ -126,9 +127,7 @@ def _hub(data: DataConfig) -> Source:
     def splits() -> dict[str, Stream]:
         opened, about["commit"] = hub.open_splits(data, folder, hashes, modified_ns)
         streams = {split: lambda rows=rows: _documents(rows(), data.documents) for split, rows in opened.items()}
-        if "validation" in streams:
-            return streams
-        return hold_out(streams.pop("train"), data.validation_fraction) | streams
+        return streams if "validation" in streams else hold_out(streams["train"], data.validation_fraction)
 
     return Source(label, identity, about, splits)
 

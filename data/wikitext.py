@@ -18,19 +18,18 @@ _TITLE = re.compile(r" = [^=].*[^=] = \n?")
 _FILES = {
     "train": ("train.txt", "wiki.train.raw", "wiki.train.tokens", "wiki.train.head.raw", "wiki.train.head.tokens"),
     "validation": ("valid.txt", "validation.txt", "wiki.valid.raw", "wiki.valid.tokens"),
-    "test": ("test.txt", "wiki.test.raw", "wiki.test.tokens"),
 }
 
 
 def find(folder: Path) -> dict[str, Path]:
-    """WikiText's own files in `folder`: train and validation, and test where it is there; {} where none is."""
+    """WikiText's own files in `folder`: train and validation; {} where none is."""
     found = {}
     for split, names in _FILES.items():
         path = next((folder / name for name in names if (folder / name).is_file()), None)
         if path:
             found[split] = path
     for split, names in _FILES.items():
-        if found and split != "test" and split not in found:
+        if found and split not in found:
             raise ValueError(f"data.local_dir={folder} has no {split} split; add one of {', '.join(names)}")
     return found
 

@@ -97,10 +97,10 @@ def test_a_folder_laid_out_as_on_the_hub(folder, cache, tmp_path):
     assert dataset.path.name.startswith("de-bytes-")
     english = opened(cache, local_dir=str(folder), **german | {"config": "en"})
     assert text_of(english, "train") == "en one|en two|en three", "an empty row is no document"
-    swapped = german | {"split": "validation", "validation_split": "train", "test_split": "train"}
+    swapped = german | {"split": "validation", "validation_split": "train"}
     other = opened(cache, local_dir=str(folder), **swapped)
     assert text_of(other, "train") == "de zuletzt"
-    assert list(other.tokens) == ["train", "validation", "test"]
+    assert list(other.tokens) == ["train", "validation"]
     assert len({dataset.fingerprint, english.fingerprint, other.fingerprint}) == 3
 
     moved = folder.rename(tmp_path / "elsewhere")
@@ -312,9 +312,9 @@ def test_slices_that_share_rows_are_refused(folder, cache, tmp_path, monkeypatch
         ("train[:1]", "train[:67%]"),
         ("train[1:]+validation", "train[-1:]"),
     ):
-        for key in ("validation_split", "test_split"):
-            with pytest.raises(ValueError, match=rf"^data\.{key}={re.escape(held_out)} has rows that are trained on"):
-                opened(cache, **german | {"split": split, key: held_out})
+        says = rf"^data\.validation_split={re.escape(held_out)} has rows that are trained on"
+        with pytest.raises(ValueError, match=says):
+            opened(cache, **german | {"split": split, "validation_split": held_out})
     assert (
         text_of(opened(cache, **german | {"split": "train[:-1]", "validation_split": "train[-1:]"}), "train")
         == "de eins|de zwei"
@@ -425,15 +425,14 @@ def test_wikitext_from_its_own_files(names, tmp_path, cache):
     assert dataset.manifest["splits"]["train"]["documents"] == 2
     assert list(dataset.tokens) == ["train", "validation"]
     for key, value in {
-        "split": "train[:1%]", "validation_split": "test", "test_split": "other", "text_field": "body",
-        "streaming": True, "validation_fraction": 0.5,
+        "split": "train[:1%]", "validation_split": "test", "text_field": "body", "streaming": True,
+        "validation_fraction": 0.5,
     }.items():  # fmt: skip
         cut = {"validation_split": None} if key == "validation_fraction" else {}
         with pytest.raises(
             ValueError, match=re.escape(f"data.{key}={value} is not for data.local_dir={tmp_path}, which")
         ):
             wikitext2(cache, local_dir=str(tmp_path), **{key: value}, **cut)
-    assert wikitext2(cache, local_dir=str(tmp_path), test_split=None).fingerprint == dataset.fingerprint
     (tmp_path / names[1]).unlink()
     with pytest.raises(ValueError, match=r"no validation split; add one of valid\.txt"):
         wikitext2(cache, local_dir=str(tmp_path))
@@ -442,7 +441,7 @@ def test_wikitext_from_its_own_files(names, tmp_path, cache):
 def test_wikitext_from_the_hub(cache, tmp_path, monkeypatch):
     """The hub's rows have no blank lines; with these put back the text is that of the files."""
     rows = [line if line.strip() else "" for line in WIKI_LINES]
-    splits = {split: [rows] for split in ("train", "validation", "test")}
+    splits = {split: [rows] for split in ("train", "validation", "test")}  # as it lies there
     copy = lay_out(tmp_path / "copy", {"wikitext-2-raw-v1": splits})
     expected = re.sub("(?= = Next)", "|", "".join(WIKI_LINES))
     assert text_of(wikitext2(cache, local_dir=str(copy)), "train") == expected
@@ -454,7 +453,7 @@ def test_wikitext_from_the_hub(cache, tmp_path, monkeypatch):
     config = tmp_path / "hf" / "Salesforce___wikitext" / "wikitext-2-raw-v1" / "0.0.0"
     (config / COMMITS[0]).rename(config / revision)
     dataset = wikitext2(cache)
-    assert [text_of(dataset, split) for split in ("train", "validation", "test")] == [expected] * 3
+    assert [text_of(dataset, split) for split in ("train", "validation")] == [expected] * 2
 
 
 @pytest.mark.skipif(not WIKITEXT, reason="needs WIKITEXT_103=FOLDER, with WikiText-103's own files")

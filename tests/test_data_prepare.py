@@ -549,8 +549,8 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
             "out for the last data.validation_fraction",
         ),
         (
-            {"source": "hub", "name": "a/b", "split": "train+test", "test_split": "test"},
-            "data.test_split=test has rows that are trained on (data.split=train+test); hold out others, or leave it",
+            {"source": "hub", "name": "a/b", "split": "train+test", "validation_split": "test"},
+            "data.validation_split=test has rows that are trained on (data.split=train+test); hold out others, or",
         ),
         (
             {"source": "hub", "local_dir": "x", "revision": "main"},
@@ -572,7 +572,6 @@ def test_impossible_configuration(values, says):
         DataConfig(**values)
 
 
-@pytest.mark.parametrize("key", ["validation_split", "test_split"])
 @pytest.mark.parametrize(
     ("split", "held_out", "overlap"),
     [
@@ -589,11 +588,11 @@ def test_impossible_configuration(values, says):
         ("train", "validation", False),
     ],
 )
-def test_rows_that_are_trained_on_are_not_held_out(key, split, held_out, overlap):
+def test_rows_that_are_trained_on_are_not_held_out(split, held_out, overlap):
     """Where it is certain: two slices of a split may be cut side by side."""
-    says = re.escape(f"data.{key}={held_out} has rows")
+    says = re.escape(f"data.validation_split={held_out} has rows")
     with pytest.raises(ValueError, match=says) if overlap else nullcontext():
-        DataConfig(source="hub", name="a/b", split=split, **{key: held_out})
+        DataConfig(source="hub", name="a/b", split=split, validation_split=held_out)
 
 
 def test_unknown_tokenizer():

@@ -391,10 +391,10 @@ def test_a_text_that_has_changed_is_refused_whatever_else_changes():
         refuse_another_text(checkpoint, {"data": before | {key: value}}, "then")
     refuse_another_text(checkpoint, {"data": before | {"files": ["b.txt"], "validation_fraction": 0.2}}, "now")
     refuse_another_text(checkpoint, {"data": before | {"validation_fraction": 0.05}}, "now")
-    of_hub = before | {"split": "train[:10%]", "validation_split": "validation", "test_split": None}
+    of_hub = before | {"split": "train[:10%]", "validation_split": "validation"}
     hub = SimpleNamespace(path="run", meta={"data_fingerprint": "then", "settings": {"data": of_hub}})
     refuse_another_text(hub, {"data": of_hub | {"split": "train[:20%]"}}, "now")
-    for more in ({}, {"test_split": "test"}, {"split": "train[10%:]"}):
+    for more in ({}, {"streaming": True}, {"split": "train[10%:]"}):
         with pytest.raises(ValueError, match=r"with data.validation_split=validation, this run has train\[:10%\]; use"):
             refuse_another_text(hub, {"data": of_hub | {"validation_split": "train[:10%]"} | more}, "now")
     with pytest.raises(

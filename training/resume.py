@@ -164,7 +164,7 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
 
 def _held_out_anew(before: Mapping[str, Any], now: Mapping[str, Any], changed: list[str]) -> str | None:
     """The first of the `changed` keys by which other or more rows of the same text are held out; None: by none."""
-    if not changed or {*changed} - {*SPLITS_THE_TEXT, "test_split", "streaming"}:
+    if not changed or {*changed} - {*SPLITS_THE_TEXT, "streaming"}:
         return None  # the same split, or another text
     holding_out = {*SPLITS_THE_TEXT}
     if now.get("validation_split"):  # which has none of the rows that are trained on, whatever these are
