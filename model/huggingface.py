@@ -99,7 +99,8 @@ def attention(
             raise ValueError(f"attention_mask has {columns} columns and there are {keys} keys; give one for each")
         query = nan_at_holes(query, attention_mask)
         if not (needs_grad or dropout or (window[0] >= 0 and not causal)) and _readable_as_cache(query, key, value):
-            kind = query.shape[1], scaling, softcap, window[0], causal, id(s_aux)
+            sinks = None if torch.compiler.is_compiling() else id(s_aux)  # Dynamo cannot take id(None)
+            kind = query.shape[1], scaling, softcap, window[0], causal, sinks
             attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
             return attend(query, key, value).transpose(1, 2), None
     attend = partial(_engine(query), dropout_p=dropout, **options)

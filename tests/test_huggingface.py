@@ -356,11 +356,12 @@ def test_dropout_arrives(in_pytorch):
 
 
 @INTERPRETED
-def test_compiled():
+@pytest.mark.parametrize("length", [N, 10])  # documents, and few enough queries to be read as over a cache
+def test_compiled(length):
     """In one graph, where no part of a mask must be looked into: causal or both ways, padded."""
     model = build("Llama", num_hidden_layers=1)
     model.set_attn_implementation(huggingface.NAME)
-    batch = {"input_ids": tokens(2), "attention_mask": padding("left")[1:], "use_cache": False}
+    batch = {"input_ids": tokens(2, length), "attention_mask": padding("left", 3, length)[1:], "use_cache": False}
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
