@@ -87,8 +87,11 @@ def flash_attention(
     if not dispatched and block_mask is None and deterministic is True:
         plain = plain_options(causal, scale, window, softcap, dropout_p, alibi_slopes, sinks, cu_seqlens, max_seqlen)
         if plain is not None:  # a call of this key may have been checked
-            plan = plan_of(key_of("forward", plain, q, k, v))
-            options = plan.options and plan.options.with_tensors_of(plain)
+            try:
+                plan = plan_of(key_of("forward", plain, q, k, v))
+                options = plan.options and plan.options.with_tensors_of(plain)
+            except RuntimeError:  # of a nested or sparse tensor, which has no address: the checks name it
+                plain = None
     if options is None:
         q, k, v, options = check_call(
             q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,

@@ -186,19 +186,18 @@ def check_call(
     return q, k, v, options
 
 
-def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k, v to autocast's dtype where autocast is on, as PyTorch's own attention does.
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """What autocast makes of x. It leaves float64 alone everywhere in PyTorch, and meta does not know it."""
+    kind = x.device.type
+    cast = x.is_floating_point() and x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
 
-    Raises ValueError where one is no tensor.
-    """
+
+def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in autocast's dtype where it is on, as in PyTorch's own attention. ValueError where one is no tensor."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
-    device_type = q.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # which meta does not know
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device_type)
-    # float64 stays as it is: autocast leaves it alone everywhere in PyTorch
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return tuple(x.to(autocast_dtype(x)) for x in (q, k, v))
 
 
 def canonical_window(causal: bool, window: tuple[int, int]) -> tuple[bool, int, int]:

@@ -15,7 +15,7 @@ from .fused.write_kvcache import EIGHT_BITS, read_kvcache, write_kvcache
 from .launch import Plan, plan_of, tokens_first, with_positive_scale
 from .ops import needs_dispatcher
 from .reference import naive_attention
-from .support import has_forward_mode, refuse_forward_mode, why_not_hopper_kvcache, why_not_kvcache
+from .support import has_forward_mode, refuse_forward_mode, refuse_torch_func, why_not_hopper_kvcache, why_not_kvcache
 
 MAX_QUERIES = 16  # a row; more read a prompt, which `flash_attention` does
 SMALLEST_PAGE = 16
@@ -90,9 +90,10 @@ def flash_attention_with_kvcache(
 
     Returns:
         O (B, Hq, Nq, D) in q's dtype, stored as (B, Nq, Hq, D). With `return_lse`, also LSE (B, Hq, Nq), float32.
-        A row longer than the capacity, or with a page that is not one of the pool's, gives NaN on a GPU, where lengths
-        are not waited for: nothing outside the cache is read or written, for such a length nothing at all is written,
-        and the workspace's first word becomes 1. On a CPU, but in Triton's interpreter, it raises.
+        A row longer than the capacity, with more padding than tokens, or with a page that is not one of the pool's,
+        gives NaN on a GPU, where lengths are not waited for: nothing outside the cache is read or written, for such a
+        length or padding nothing at all is written, and the workspace's first word becomes 1. On a CPU, but in Triton's
+        interpreter, it raises, and nothing is written to any row.
 
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
@@ -133,6 +134,7 @@ def attend(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Ten
     """O and LSE of a checked call."""
     if plan is not None or not needs_dispatcher(call.q, call.k_cache):  # the dispatcher costs the host time
         return _run(call, options, plan)
+    refuse_torch_func("attention over a cache", "a batch of rows")
     tell_flop_counters()
     numbers = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
     return flash_kvcache(*call, *numbers, options.alibi_slopes, options.sinks)
@@ -299,7 +301,8 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
     o, lse = tokens_first(q, head_dim), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     caches, scales = (call.k_cache, call.v_cache), (call.k_scale, call.v_scale)
     pads = [0] * batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
-    for row, (length, pad) in enumerate(zip(call.cache_seqlens.tolist(), pads, strict=True)):
+    lengths, places = call.cache_seqlens.tolist(), []  # places: of each row's keys; checked before anything is written
+    for row, (length, pad) in enumerate(zip(lengths, pads, strict=True)):
         if length >= 0 and not 0 <= pad <= length <= capacity - new:
             raise ValueError(
                 f"row {row} has {length} tokens in the cache, {pad} of them padding, and {new} new ones; "
@@ -314,9 +317,10 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
                 f"row {row} of block_table has a page that is not from 0 to {call.k_cache.shape[0] - 1}; "
                 "every page of its tokens must be the pool's"
             )
-        where = (line, slice(None), slots % page if pages is not None else slots)
-        if new and length >= 0:
-            behind = (line[-new:], slice(None), where[2][-new:])
+        places.append((line, slice(None), slots % page if pages is not None else slots))
+    for row, where in enumerate(places):
+        if new and lengths[row] >= 0:
+            behind = (where[0][-new:], slice(None), where[2][-new:])
             write_kvcache(caches, scales, behind, (call.k_new[row], call.v_new[row]))
         k, v = (read_kvcache(*stored, where, q.dtype) for stored in zip(caches, scales, strict=True))
         slopes = None if options.alibi_slopes is None else options.alibi_slopes[row : row + 1]

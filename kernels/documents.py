@@ -28,26 +28,27 @@ def check_documents(options: Options, total_q: int, total_k: int) -> None:
         ("k", options.cu_seqlens_k, total_k, options.max_seqlen_k),
     ):
         if not cu_seqlens.is_cuda:
-            _check_starts(name, cu_seqlens.tolist(), total, bound)
+            _check_starts(f"_{name}", cu_seqlens.tolist(), total, bound)
             continue
         described = (version_of(cu_seqlens), total, bound)
         if _CHECKED.get(cu_seqlens) == described or torch.cuda.is_current_stream_capturing():
             continue
-        _check_starts(name, cu_seqlens.tolist(), total, bound)
+        _check_starts(f"_{name}", cu_seqlens.tolist(), total, bound)
         _CHECKED[cu_seqlens] = described
 
 
-def _check_starts(name: str, starts: list[int], total: int, bound: int) -> None:
+def _check_starts(of: str, starts: list[int], total: int, bound: int) -> None:
+    """of: "_q" or "_k", or nothing where they have the same starts."""
     if starts[0] != 0:
-        raise ValueError(f"cu_seqlens_{name} starts at {starts[0]}; it must start at 0")
+        raise ValueError(f"cu_seqlens{of} starts at {starts[0]}; it must start at 0")
     if starts[-1] != total:
-        raise ValueError(f"cu_seqlens_{name} ends at {starts[-1]}; it must end at {name}'s {total} tokens")
+        raise ValueError(f"cu_seqlens{of} ends at {starts[-1]}; it must end at {of[1:]}'s {total} tokens")
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     if min(lengths) < 0:
-        raise ValueError(f"cu_seqlens_{name} falls at document {lengths.index(min(lengths))}; it must not fall")
+        raise ValueError(f"cu_seqlens{of} falls at document {lengths.index(min(lengths))}; it must not fall")
     if max(lengths) > bound:
         raise ValueError(
-            f"max_seqlen_{name} is {bound} but document {lengths.index(max(lengths))} has {max(lengths)} tokens; "
+            f"max_seqlen{of} is {bound} but document {lengths.index(max(lengths))} has {max(lengths)} tokens; "
             "it must be at least the longest document's length"
         )
 
@@ -64,7 +65,7 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device | 
     """
     check_cu_seqlens("cu_seqlens", cu_seqlens)
     device, starts = torch.device(device), cu_seqlens.tolist()
-    _check_starts("q", starts, starts[-1], max_seqlen)
+    _check_starts("", starts, starts[-1], max_seqlen)
     if device.type != "cuda":
         return cu_seqlens.to(device)
     cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)

@@ -25,7 +25,7 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attention` of q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D): (B, Nq, Hq, D). s_aux are the sinks; the backward
     is deterministic whatever is asked. With return_attn_probs also LSE (B, Hq, Nq) and, in the place of probabilities,
-    which never exist, None."""
+    which never exist, None. Errors are `flash_attention`'s, in its names and layout."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x, "batch, tokens, heads, head_dim")
     o, lse = flash_attention(

@@ -62,7 +62,7 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
             seen = mask_mod(*indices)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, IndexError, TypeError) as error:  # as of what it reads elsewhere; it is said of pairs
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:  # what it does wrong is said of pairs
         raise Undecided from error
     if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
         raise Undecided

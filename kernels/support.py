@@ -122,12 +122,15 @@ def why_not(
     this device and with this head_dim.
 
     implementation: a name of IMPLEMENTATIONS or KERNELS.
+    features: names of FEATURES.
 
     "window with dropout in float32 is not supported by NAME; use OTHER"
 
     Raises:
-        ValueError: an implementation, a feature or a dtype that there is not.
+        ValueError: an implementation, a feature, a dtype or a kind of device that there is not.
     """
+    if isinstance(features, str):
+        raise ValueError(f"features is {features!r}; expected names in a list, as [{features!r}]")
     features = tuple(features) or ("full",)
     known = IMPLEMENTATIONS | KERNELS
     if implementation not in known:
@@ -139,7 +142,11 @@ def why_not(
     if "block_mask" in features and (twice := [f for f in features if f in IN_THE_MASK]):
         return f"block_mask with {' and '.join(twice)} is not supported; put all of it into the mask"
     reason = head_dim is not None and _head_dim_reason(implementation, head_dim)
-    reason = reason or (device is not None and _device_reason(implementation, torch.device(device), dtype))
+    try:
+        device = device if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown: {error}") from None
+    reason = reason or (device is not None and _device_reason(implementation, device, dtype))
     if reason:
         return reason
     chosen = known[implementation]
@@ -229,6 +236,8 @@ def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None
 
 def _kvcache_device_reason(device: torch.device, cache_dtype: torch.dtype) -> str | None:
     """Other devices are accepted: where no kernel runs, the definition does."""
+    if device.type == "meta":
+        return "kvcache reads lengths, which tensors on meta have not; use tensors with values, or FakeTensorMode"
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     needed = (8, 9) if cache_dtype == torch.float8_e4m3fn else (8, 0)
@@ -323,6 +332,8 @@ def _listed(head_dims: range) -> str:
 def _no_hopper_device_reason(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"hopper needs a CUDA device; q is on {device.type}"
+    if not torch.cuda.is_available():
+        return None  # as above
     major, minor = capability(device.index)
     if (major, minor) != (9, 0):
         return f"hopper needs compute capability 9.0; this device has {major}.{minor}"

@@ -170,6 +170,8 @@ def resolve_attention(
         ValueError: a backend asked for by name that cannot run here. Only "auto" may choose.
     """
     device = torch.device(device)
+    if name not in ("auto", *ATTENTION):
+        raise ValueError(f"model.attention={name} is not known; use one of auto, {', '.join(ATTENTION)}")
     if name != "auto":
         obstacle = kernels.why_not(name, dtype, features, device=device, head_dim=head_dim)
         if obstacle is not None:

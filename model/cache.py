@@ -97,13 +97,15 @@ class KVCache:
 
         ValueError where they do not fit, and then nothing changes.
         """
+        if not isinstance(rows, Sequence):
+            raise ValueError(f"rows is {rows}; give a list of row numbers")
         counts = num_tokens if isinstance(num_tokens, list | tuple) else [num_tokens] * len(rows)
         if len(counts) != len(rows):
             raise ValueError(f"the KV cache is to extend {len(rows)} rows by {len(counts)} numbers; give one for each")
         ends = list(self.reserved)
         for row, count in zip(rows, counts, strict=True):
             self._check_in_use(row)
-            if count < 0 or count != int(count):
+            if not hasattr(count, "__index__") or count < 0:
                 raise ValueError(
                     f"row {row} of the KV cache cannot be extended by {count} tokens; use 0 or more, a whole number"
                 )
@@ -215,7 +217,7 @@ class KVCache:
         return [(self.keys[layer], scales[0]), (self.values[layer], scales[1])]
 
     def _check_row(self, row: int) -> None:
-        if not 0 <= row < len(self.reserved):
+        if not hasattr(row, "__index__") or not 0 <= row < len(self.reserved):
             raise ValueError(f"the KV cache has rows 0 to {len(self.reserved) - 1}, and none of number {row}")
 
     def _check_in_use(self, row: int) -> None:
@@ -251,12 +253,12 @@ class PagedKVCache(KVCache):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
-        if page < 16 or page & (page - 1):
+        if not hasattr(page, "__index__") or page < 16 or page & (page - 1):
             raise ValueError(f"page={page} must be a power of two from 16 on")
         if num_pages is None:
             num_pages = num_rows * -(-max_tokens // page)
-        elif num_pages < 1:
-            raise ValueError(f"num_pages={num_pages} must be at least 1")
+        else:
+            num_pages = whole("num_pages", num_pages, 1)
         super().__init__(config, num_rows, max_tokens, device, dtype, pool=(num_pages, page))
         self.page = page
         self.ref_counts = [0] * num_pages  # rows that use each page

@@ -1,5 +1,6 @@
 """Prompts of any lengths in one call of the model, end to end without padding, on their way into a KV cache."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,8 @@ class Prompts:
 
     def __init__(self, cache: "KVCache", rows: list[int]):
         device = cache.lengths.device
+        if not isinstance(rows, Sequence) or not rows or len(set(rows)) < len(rows):
+            raise ValueError(f"rows is {rows}; name those whose prompts are to be read in a list, each once")
         for row in rows:
             cache._check_in_use(row)
             if cache.stored[row] or not cache.reserved[row]:
@@ -33,8 +36,6 @@ class Prompts:
                     f"row {row} of the KV cache has {cache.stored[row]} tokens and room for {cache.reserved[row]}; "
                     "a prompt is read into a row with room and without tokens: allocate and extend it first"
                 )
-        if not rows or len(set(rows)) < len(rows):
-            raise ValueError(f"rows is {rows}; name those whose prompts are to be read, each once")
         self.cache, self.products_workspace, self._row_numbers = cache, cache.products_workspace, list(rows)
         self.counts = [cache.reserved[row] for row in rows]
         counts, row_numbers = torch.tensor([self.counts, rows], device="cpu")

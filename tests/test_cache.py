@@ -198,7 +198,7 @@ def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
     cache.allocate(0)
     cache.extend([0], 3)
     for rows in ([], [0, 0]):
-        with pytest.raises(ValueError, match="name those whose prompts are to be read, each once"):
+        with pytest.raises(ValueError, match="name those whose prompts are to be read in a list, each once"):
             cache.prompts(rows)
     prompts = cache.prompts([0])
     for rows, count in ((1, 4), (3, 1)):
@@ -218,7 +218,14 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
         KVCache(CONFIG, 1, 0)
     with pytest.raises(ValueError, match="num_rows=0 must be a whole number of at least 1"):  # no num_pages was given
         paged(num_rows=0, num_pages=None, max_tokens=40)
+    for number in (0, 2.5):
+        with pytest.raises(ValueError, match=f"num_pages={number} must be a whole number of at least 1"):
+            paged(num_rows=1, num_pages=number, max_tokens=40)
     cache = paged(num_rows=2, num_pages=3, max_tokens=40)
+    with pytest.raises(ValueError, match=r"has rows 0 to 1, and none of number \[0, 1\]"):
+        cache.allocate([0, 1])
+    with pytest.raises(ValueError, match="rows is 0; give a list of row numbers"):
+        cache.extend(0, 10)
     with pytest.raises(ValueError, match="to extend 2 rows by 1 numbers; give one for each"):
         cache.extend([0, 1], [3])
     cache.allocate(0)
@@ -227,7 +234,7 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="row 1 of the KV cache is not in use; allocate it first"):
         cache.free(0, 1)
     assert cache.lengths.tolist() == cache.reserved == [0, -1]
-    for count in (-1, 2.5):
+    for count in (-1, 2.5, None):
         with pytest.raises(ValueError, match=f"be extended by {count} tokens; use 0 or more, a whole number"):
             cache.extend([0], count)
     assert cache.reserved == [0, -1]

@@ -900,9 +900,47 @@ def test_tokens_and_scales_that_do_not_suit_a_cache_are_refused(read):
         if not read:
             with pytest.raises(ValueError, match=said):
                 write_kvcache((stored, stored), (scale, scale), places, (x, x))
+            assert not stored.float().any()
         elif x is new:
             with pytest.raises(ValueError, match=said):
                 read_kvcache(stored, scale, places)
+
+
+def test_what_would_be_written_elsewhere_is_refused_before_anything_is_written():
+    """A kernel took the values' slots for as many as the keys', and places beside no tokens were left out."""
+    one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    cache, new = torch.zeros(2, 2, 4, 16), torch.ones(2, 1, 16)
+    narrow, scale = cache.to(torch.int8), torch.zeros(2, 2, 4)
+    plain, of_8_bits, none = (cache, cache), (narrow, narrow), (None, None)
+    for caches, scales, places, x, said in (
+        ((cache, cache[:, :, :2]), none, one, new, r"caches have shapes \(2, 2, 4, 16\) of torch.float32 and"),
+        (
+            (cache, cache.double()),
+            none,
+            one,
+            new,
+            r"and \(2, 2, 4, 16\) of torch.float64; expected one shape and dtype",
+        ),
+        (plain, none, two, new, r"places have \(2,\) of torch.int64 for new tokens of shapes \(2, 1,"),
+        (plain, none, one.int(), new, r"places have \(1,\) of torch.int32 for new tokens"),
+        (plain, none, one, new.clone().requires_grad_(), "new tokens ask for a gradient, and a cache's attention has"),
+        (of_8_bits, (scale, None), one, new, "a cache of torch.int8 is given with no scale"),
+        (of_8_bits, (scale, scale[0]), one, new, r"a scale has shape \(2, 4\) .* expected \(2,\) or \(2, 2, 4\)"),
+        (of_8_bits, (scale, scale.half()), one, new, r"a scale has .* dtype torch.float16; expected"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            write_kvcache(caches, scales, (places, slice(None), places), (x, x))
+        assert not any(x.float().any() for x in (cache, narrow, scale))
+
+
+@pytest.mark.parametrize("wrong", [(3, 8), (3, 9)])
+def test_a_refused_call_of_the_definition_has_written_nothing(wrong):
+    caches = [torch.zeros(2, 1, 8, 16) for _ in range(2)]
+    new, lengths = torch.ones(2, 1, 1, 16), torch.tensor(wrong, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"row 1 has {wrong[1]} tokens in the cache, 0 of them padding, and 1 new one"):
+        naive_attention_with_kvcache(new, *caches, new, new, cache_seqlens=lengths)
+    assert not caches[0].any()
+    assert not caches[1].any()
 
 
 def test_a_stride_of_more_than_31_bits_is_given_whole():
@@ -924,6 +962,11 @@ def test_the_support_table_refuses():
         ValueError, match="full in float64 is not supported by kvcache; use naive_attention_with_kvcache"
     ):
         flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths, causal=False)
+    q, keys, lengths = q.float(), keys.float(), lengths.expand(1)
+    with pytest.raises(ValueError, match="kvcache reads lengths, which tensors on meta have not"):
+        flash_attention_with_kvcache(q.to("meta"), keys.to("meta"), keys.to("meta"), cache_seqlens=lengths.to("meta"))
+    with pytest.raises(RuntimeError, match=r"attention over a cache is not for torch\.func"), torch.no_grad():
+        torch.vmap(lambda q: flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths))(q[None])
 
 
 def test_the_benchmark_has_calls_of_every_family():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import draw_tokens
 from model.sampling import choose_next_token
@@ -142,6 +143,10 @@ def test_what_is_refused():
         for value in values:
             with pytest.raises(ValueError, match=f"{name}={value} must be"):
                 draw_tokens(logits, uniform, **{name: value})
+    with pytest.raises(ValueError, match=r"uniform has type list; expected a torch\.Tensor"):
+        draw_tokens(logits, [0.1, 0.2])
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match=r"not for torch\.compile, torch\.func or fake"):
+        draw_tokens(mode.from_tensor(logits), None, temperature=0)
     with pytest.raises(ValueError, match=r"logits has shape \(2, 0\)"):
         draw_tokens(logits[:, :0], None, temperature=0)
 

@@ -75,6 +75,15 @@ def test_mistakes_are_named():
                 loss(vocab_size)
 
 
+def test_float64_stays_under_autocast():
+    h, weight = (torch.randn(n, 8, dtype=torch.float64, device=DEVICE) for n in (3, 10))
+    targets = torch.arange(3, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        torch.testing.assert_close(
+            linear_cross_entropy(h, weight, targets, 10), cross_entropy(h @ weight.T, targets, 10), rtol=1e-5, atol=0
+        )
+
+
 def test_under_autocast_the_products_are_bf16_and_their_sum_is_fp32():
     """128 chunks: a sum in bf16 would be off by more than its parts."""
     h, weight, targets = inputs(rows=256)

@@ -162,6 +162,9 @@ def test_an_explicit_name_that_cannot_run_raises_with_the_reason(monkeypatch):
     monkeypatch.setattr("kernels.why_not", lambda name, *_, **__: answers.get(name))
     with pytest.raises(ValueError, match="attention=flash cannot run: flash needs a better machine"):
         resolve_attention("flash", "cuda", torch.bfloat16, 64)
+    for unknown in ("flsh", "kvcache"):  # kernels know the second, models do not
+        with pytest.raises(ValueError, match=f"attention={unknown} is not known; use one of auto, flash, naive, tiled"):
+            resolve_attention(unknown, "cuda", torch.bfloat16, 64)
     name, reason = resolve_attention("auto", "cuda", torch.bfloat16, 64)
     assert name == "sdpa"
     assert "flash needs a better machine" in reason

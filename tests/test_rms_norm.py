@@ -36,6 +36,12 @@ def test_compiled_it_has_the_gradient_of_the_definition(size, autocast, rounding
         assert (plain - expected).norm() < rounding * expected.norm()
 
 
+def test_float64_stays_under_autocast_as_in_pytorchs_own():
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(rms_norm(x, 1e-6), torch.nn.functional.rms_norm(x, (8,), eps=1e-6))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_it_keeps_its_result_and_not_its_input(autocast):
     torch.compiler.reset()

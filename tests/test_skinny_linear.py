@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from kernels.fused.rotary import rotary_fwd
 from kernels.fused.skinny_linear import ACTIVATIONS, _composed, skinny_linear, takes_skinny_linear
@@ -193,6 +194,18 @@ def test_a_row_s_bits_do_not_depend_on_how_many_others_there_are(width, outputs,
         assert torch.equal(skinny_linear(x[rows], weight, residual=residual[rows], **options), together[rows])
 
 
+def test_where_something_must_see_it_it_is_pytorchs():
+    """A launch of it takes addresses, which these have not."""
+    x, weight, _ = tensors(3, 16, 8)
+    expected = x @ weight.T
+    torch.testing.assert_close(torch.vmap(skinny_linear, (0, None))(x, weight), expected)
+    torch.testing.assert_close(torch.compile(skinny_linear, backend="eager", fullgraph=True)(x, weight), expected)
+    with FakeTensorMode() as mode:
+        assert skinny_linear(mode.from_tensor(x), mode.from_tensor(weight)).shape == expected.shape
+    with torch.autocast(x.device.type, torch.bfloat16):
+        assert skinny_linear(x, weight).dtype == skinny_linear(x.double(), weight.double()).float().dtype == x.dtype
+
+
 def test_what_it_does_not_take():
     x, weight, _ = tensors(65, 16, 8)
     with pytest.raises(ValueError, match="x has 65 rows; a skinny product takes at most 64: use"):
@@ -237,6 +250,14 @@ def test_what_it_does_not_take():
         skinny_linear(x[:3], weight.to("meta"))
     with pytest.raises(ValueError, match="sin is on meta but x is on"):
         skinny_linear(x[:3], weight, rotary=(tables[0], tables[1].to("meta"), 1))
+    with pytest.raises(ValueError, match=r"x has dtype torch\.int32; a skinny product is of floating point numbers"):
+        skinny_linear(x[:3].int(), weight.int())
+    with pytest.raises(ValueError, match=r"rotary has 2 parts; expected \(cos, sin, H\)"):
+        skinny_linear(x[:3], weight, rotary=(*tables,))
+    with pytest.raises(ValueError, match=r"weight asks for a gradient, and this product has none; use torch\.no_grad"):
+        skinny_linear(x[:3], weight.clone().requires_grad_())
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="skinny_linear has no forward-mode derivative"):
+        skinny_linear(forward_ad.make_dual(x[:3], x[:3]), weight)
     assert not takes_skinny_linear(x[:64].cpu())
     with FakeTensorMode(), torch.no_grad():
         x = torch.empty(2, 32, 16, dtype=torch.bfloat16, device="cuda")

@@ -164,9 +164,12 @@ def test_every_implementation_answers_for_device_and_head_dim():
 def test_a_question_about_what_there_is_not_is_refused():
     with pytest.raises(ValueError, match="implementation=falsh is unknown; use one of naive, tiled, flash"):
         why_not("falsh", torch.bfloat16)
-    for features in (["causla"], "causal"):
-        with pytest.raises(ValueError, match=r"features has '.*', which is unknown; use names of full, causal"):
-            why_not("flash", torch.bfloat16, features)
+    with pytest.raises(ValueError, match=r"features has 'causla', which is unknown; use names of full, causal"):
+        why_not("flash", torch.bfloat16, ["causla"])
+    with pytest.raises(ValueError, match=r"features is 'causal'; expected names in a list, as \['causal'\]"):
+        why_not("flash", torch.bfloat16, "causal")
+    with pytest.raises(ValueError, match="device='gpu' is unknown: Expected one of cpu, cuda"):
+        why_not("flash", torch.bfloat16, device="gpu")
 
 
 def test_the_hopper_kernels_take_what_gpts_are_trained_with():

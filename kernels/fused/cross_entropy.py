@@ -41,7 +41,7 @@ def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) 
         raise ValueError(f"targets has dtype {targets.dtype}; expected torch.int64")
     if targets.device != rows.device:
         raise ValueError(f"targets is on {targets.device} but the rows are on {rows.device}; move them to one device")
-    if type(vocab_size) is float or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
+    if not hasattr(vocab_size, "__index__") or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
         raise ValueError(f"vocab_size is {vocab_size}; it must be from 1 to the {columns} columns of the logits")
 
 

@@ -8,7 +8,9 @@ interpreter, needs them.
 import torch
 from torch import Tensor
 
+from ..call import check_tensor
 from ..device import interpreting
+from ..ops import needs_dispatcher
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FEW = 896  # the top_k up to which tokens are compared with each other: 20 to 100 us, however many rows there are
@@ -48,7 +50,13 @@ def draw_tokens(
 
     Raises:
         ValueError: another shape, dtype or device, a number that is not allowed.
+        RuntimeError: a tracer or transform (torch.compile, torch.func, fake tensors), which sees no operator here.
     """
+    if needs_dispatcher(logits):
+        raise RuntimeError("draw_tokens is not for torch.compile, torch.func or fake tensors: call it outside of them")
+    for name, x in (("logits", logits), ("uniform", uniform), ("out", out)):
+        if x is not None:
+            check_tensor(name, x)
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be 0 or a positive number")
     if top_p is not None and not 0 < top_p <= 1:

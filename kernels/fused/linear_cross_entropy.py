@@ -9,6 +9,7 @@ is computed twice. Idea: Liger Kernel, arXiv:2410.10989, section 3.2.
 import torch
 from torch import Tensor
 
+from ..call import autocast_dtype
 from ..device import OPERATORS
 from ..flops import tell_flop_counters
 from ..support import refuse_forward_mode, refuse_second_derivative, refuse_torch_func
@@ -33,11 +34,9 @@ def linear_cross_entropy(
         targets: (T,) int64 below `vocab_size`; a negative one does not count. On CUDA a larger id makes the loss NaN.
         chunk_tokens: how many tokens have logits at a time, at least 1; None: 5,632, or as many as have 2^25 logits.
 
-    The products run in the autocast dtype, or h's without autocast; loss and the sum over chunks that is weight's
-    gradient are fp32. Gradients are returned in the inputs' dtypes, and only a first derivative exists.
+    The products run in the autocast dtype, or h's without autocast or in float64; loss and the sum over chunks that is
+    weight's gradient are fp32. Gradients are returned in the inputs' dtypes, and only a first derivative exists.
     """
-    kind = h.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
     if h.dim() != 2 or weight.dim() != 2 or h.shape[1] != weight.shape[1]:
         shapes = f"h has shape {tuple(h.shape)} and weight {tuple(weight.shape)}"
         raise ValueError(f"{shapes}; expected (tokens, channels) and (columns, channels)")
@@ -52,7 +51,8 @@ def linear_cross_entropy(
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1, or None")
     tell_flop_counters()
     # whoever evaluates needs no gradient: two of the three products are then not done
-    return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
+    h = h.to(autocast_dtype(h))
+    return linear_cross_entropy_fwd(h, weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
 
 
 @torch.library.custom_op(f"{OPERATORS}::linear_cross_entropy_fwd", mutates_args=())

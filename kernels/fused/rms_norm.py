@@ -10,21 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..support import refuse_second_derivative, refuse_torch_func
+from ..call import autocast_dtype
+from ..support import refuse_forward_mode, refuse_second_derivative, refuse_torch_func
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467), in autocast's dtype or x's.
+    """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467), in autocast's dtype or x's (float64 stays).
 
     The compiler fuses the gradient of a compiled call with what stands around it. On a GPU, uncompiled, PyTorch's
     operator is used: it is one kernel.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = autocast_dtype(x)
     if not x.is_floating_point():
         raise ValueError(f"x has dtype {x.dtype}; a norm is of floating point numbers")
     if not x.is_cuda or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         refuse_torch_func("rms_norm", "torch.nn.functional.rms_norm")
+        refuse_forward_mode("rms_norm", "torch.nn.functional.rms_norm", x)
         return _RMSNorm.apply(x, eps, dtype)
     return F.rms_norm(x, (x.size(-1),), eps=eps).to(dtype)
 

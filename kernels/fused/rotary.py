@@ -47,6 +47,8 @@ def rotate_and_split(
 
     Triton on CUDA, PyTorch's own operators elsewhere.
     """
+    if qkv.dim() != 4:
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}; expected (B, N, Hq + 2 Hkv, D)")
     if not len(cos) == len(sin) == qkv.shape[1]:
         raise ValueError(f"cos and sin have {len(cos)} and {len(sin)} positions but qkv has {qkv.shape[1]} tokens")
     wanted = 1, qkv.shape[3]

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import interpreting
+from ..ops import needs_dispatcher
+from ..support import refuse_forward_mode
 from .rotary import rotate
 
 MAX_ROWS = 64
@@ -58,11 +60,14 @@ def skinny_linear(
         (..., N) in x's dtype.
 
     Raises:
-        ValueError: more rows than 64, an unknown activation, a weight or residual of another shape, dtype or layout;
-            tables of other rows or an odd width, outputs that are no whole heads or too few, or an activation or
-            residual beside them; positions of another shape or dtype, or without tables; another workspace.
+        ValueError: more rows than 64, whole numbers, a gradient asked for, an unknown activation, a weight or residual
+            of another shape, dtype or layout; tables of other rows or an odd width, outputs that are no whole heads or
+            too few, or an activation or residual beside them; positions of another shape or dtype, or without tables;
+            another workspace.
+        RuntimeError: forward-mode derivatives asked for.
 
-    Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere and in float64. No gradient.
+    Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere, in float64 and where a tracer or transform
+    must see them. Autocast changes nothing.
     """
     rows, ways = math.prod(x.shape[:-1]), 2 if activation == "swiglu" else 1
     if rows > MAX_ROWS:
@@ -75,11 +80,20 @@ def skinny_linear(
             f"weight has shape {tuple(weight.shape)}, strides {weight.stride()} and dtype {weight.dtype}; expected "
             f"({'2 ' * (ways - 1)}N, C), contiguous, and {x.dtype}, of x with shape {tuple(x.shape)}"
         )
-    given = {"weight": weight, "residual": residual, "positions": positions, "workspace": workspace}
-    given |= dict(zip(("cos", "sin"), rotary or (), strict=False))
-    for name, tensor in given.items():
-        if tensor is not None and tensor.device != x.device:
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}; a skinny product is of floating point numbers")
+    if rotary is not None and len(rotary) != 3:
+        raise ValueError(f"rotary has {len(rotary)} parts; expected (cos, sin, H)")
+    cos, sin, num_turned = rotary or (None, None, 0)
+    given = {"x": x, "weight": weight, "residual": residual, "cos": cos, "sin": sin}
+    for name, tensor in (*given.items(), ("positions", positions), ("workspace", workspace)):
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; move them to one device")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} asks for a gradient, and this product has none; use torch.no_grad() or F.linear")
+        refuse_forward_mode("skinny_linear", "F.linear", tensor)
     shape = *x.shape[:-1], weight.size(0) // ways
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype or not residual.is_contiguous()):
         raise ValueError(
@@ -87,7 +101,6 @@ def skinny_linear(
             f"expected {shape}, contiguous, and {x.dtype}"
         )
     if rotary is not None:
-        cos, sin, num_turned = rotary
         if activation is not None or residual is not None:
             raise ValueError("rotary turns a plain product; leave activation and residual out, or rotary")
         head_dim = max(1, cos.size(-1))
@@ -110,8 +123,10 @@ def skinny_linear(
         raise ValueError(
             f"workspace has {workspace.numel()} elements of {workspace.dtype}; expected {weight.size(0)} int32 zeros"
         )
-    if x.dtype == torch.float64 or not (x.is_cuda or interpreting()):  # kernels sum in float32
-        return _composed(x, weight, norm_eps, activation, residual, rotary, positions)
+    of_kernel = x.dtype != torch.float64 and (x.is_cuda or interpreting())  # kernels sum in float32
+    if not of_kernel or needs_dispatcher(x, weight):
+        with torch.autocast(x.device.type, enabled=False):
+            return _composed(x, weight, norm_eps, activation, residual, rotary, positions)
     from .skinny_linear_kernel import launch_skinny_linear
 
     return launch_skinny_linear(x, weight, norm_eps, activation, residual, rotary, positions, workspace)

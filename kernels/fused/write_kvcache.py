@@ -21,17 +21,12 @@ def write_kvcache(
     """Write new keys and values (Hkv, N, D) to `places` of their caches.
 
     caches: of keys and of values, (rows or pages, Hkv, slots, D) of one shape and dtype.
-    scales: theirs where they have 8 bits, (Hkv,) or (rows or pages, Hkv, slots); the latter are written too.
+    scales: theirs where they have 8 bits, fp32, (Hkv,) or (rows or pages, Hkv, slots); the latter are written too.
     places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the caches' device and inside of them.
 
-    Raises ValueError where new has other heads than the caches, or 8 bits have no scales.
+    Raises ValueError, before anything is written, where one of these is otherwise or a gradient is asked for.
     """
-    for cache, x in zip(caches, new, strict=True):
-        if x.dim() != 3 or x.shape[::2] != cache.shape[1::2]:
-            raise ValueError(
-                f"new tokens have shape {tuple(x.shape)} and their cache {tuple(cache.shape)}; expected (Hkv, N, D) "
-                "and (rows or pages, Hkv, slots, D)"
-            )
+    _check(caches, scales, places, new)
     k, v = (_stored(*each, places) for each in zip(caches, scales, new, strict=True))  # (N, Hkv, D) each
     all_four = *caches, k, v
     if k.is_cuda and all(x.stride(-1) == 1 for x in all_four) and not needs_dispatcher(*all_four):
@@ -43,9 +38,36 @@ def write_kvcache(
             cache[places] = x
 
 
+def _check(caches: tuple, scales: tuple, places: tuple, new: tuple) -> None:
+    """Raises ValueError as `write_kvcache` says."""
+    if caches[0].shape != caches[1].shape or caches[0].dtype != caches[1].dtype:
+        told = " and ".join(f"{tuple(cache.shape)} of {cache.dtype}" for cache in caches)
+        raise ValueError(f"caches have shapes {told}; expected one shape and dtype")
+    for cache, scale, x in zip(caches, scales, new, strict=True):
+        if x.dim() != 3 or x.shape[::2] != cache.shape[1::2]:
+            raise ValueError(
+                f"new tokens have shape {tuple(x.shape)} and their cache {tuple(cache.shape)}; expected (Hkv, N, D) "
+                "and (rows or pages, Hkv, slots, D)"
+            )
+        _check_scale(cache, scale)
+        shapes = tuple(cache.shape[1:2]), tuple(cache.shape[:3])
+        if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) not in shapes):
+            raise ValueError(
+                f"a scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; expected {shapes[0]} or {shapes[1]} "
+                "of torch.float32"
+            )
+        if torch.is_grad_enabled() and (x.requires_grad or cache.requires_grad):
+            raise ValueError("new tokens ask for a gradient, and a cache's attention has none; use torch.no_grad()")
+    for number in (places[0], places[2]):
+        if number.shape != new[0].shape[1:2] or number.shape != new[1].shape[1:2] or number.dtype != torch.int64:
+            raise ValueError(
+                f"places have {tuple(number.shape)} of {number.dtype} for new tokens of shapes {tuple(new[0].shape)} "
+                f"and {tuple(new[1].shape)}; expected (N,) of torch.int64 and (Hkv, N, D)"
+            )
+
+
 def _stored(cache: Tensor, scale: Tensor | None, new: Tensor, places: tuple) -> Tensor:
     """New (Hkv, N, D) as the cache has them, (N, Hkv, D); a scale of each token and head is written."""
-    _check_scale(cache, scale)
     values = new.transpose(0, 1)
     if scale is not None:
         largest = EIGHT_BITS[cache.dtype]
