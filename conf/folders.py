@@ -115,7 +115,9 @@ def remove_if_empty(folder: Path) -> bool:
     """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
     if folder != Path() and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
-        if folder.parent.parent.name == "runs" and not any(folder.parent.iterdir()):  # nor a name without runs
-            folder.parent.rmdir()
+        above = folder.parent  # nor a name without runs, nor runs without names
+        while "runs" in (above.name, above.parent.name) and not any(above.iterdir()):
+            above.rmdir()
+            above = above.parent
         return True
     return not folder.exists()

@@ -6,7 +6,6 @@ after the run has begun to write leaves its traceback in the run's folder; HYDRA
 """
 
 import getpass
-import itertools
 import os
 import shutil
 import signal
@@ -358,10 +357,15 @@ def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
     typed = set(map(key_of, _as_given()))
     folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
     groups = [group for group in hydra_config.runtime.choices if resumed is None or group in typed - {"experiment"}]
-    for folder, group in itertools.product([Path(__file__).parent, *folders], groups):
+    for group in groups:
         name = hydra_config.runtime.choices[group]
-        if not (file := folder / group / f"{name}.yaml").is_file():
+        places = (folder / group / f"{name}.yaml" for folder in (Path(__file__).parent, *folders))
+        found = [file for file in places if file.is_file()]
+        if len(found) > 1:
+            raise ValueError(f"{group}={name} is {found[0]}, and {found[1]} would not be read; give yours another name")
+        if not found:
             continue
+        (file,) = found
         first_line = file.read_text(encoding="utf-8").partition("\n")[0]
         package = "" if "@package _global_" in first_line else group
         for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):

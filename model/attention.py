@@ -161,7 +161,7 @@ def resolve_attention(
         device: where attention will run.
         dtype: of q, k and v, that is the autocast type where autocast is on.
         head_dim: D, in elements.
-        features: what it must support, in the words of kernels/support.py: "gqa", "window", "varlen".
+        features: what it must support, names of FEATURES in kernels/support.py.
 
     Returns:
         (resolved name, reason): a key of ATTENTION and one sentence for the first lines of the run.

@@ -230,7 +230,7 @@ def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
 
 VERDICT: Columns = {
     "verdict": "{verdict}",
-    f"distance, {EARLY} steps": "{distances[early]:.2e}",
+    "distance, first steps": "{distances[early]:.2e}",
     "all steps": "{distances[whole]:.2e}",
     "leaves the band": "{leaves}",
     "validation loss": "{val_loss:.5f}{outside}",
@@ -253,7 +253,7 @@ def write(found: dict, run_dir: Path, hardware: str) -> None:
     early, whole = allowed["early"], allowed["whole"]
     said = [
         f"{'PASS' if found['passes'] else 'FAIL'}. {allowed['runs']} null runs are {early['typical']:.2e} nats from "
-        f"naive over {EARLY} steps and {whole['typical']:.2e} over all (geometric means).",
+        f"naive over the first steps, at most {EARLY}, and {whole['typical']:.2e} over all (geometric means).",
         f"Up to {early['limit']:.2e} and {whole['limit']:.2e} is noise: limits that cover {allowed['content']:.0%} of "
         f"such runs with {allowed['confidence']:.0%} confidence (mean + {allowed['k']} sd of the logarithms). No "
         "smaller difference could have been seen.",

@@ -28,6 +28,7 @@ from scripts.parity_verdict import ROOM
 from scripts.variants import nulls
 from training.bad_steps import FirstBad, in_words
 from training.checkpoint import META, STATE, Checkpoint, open_checkpoint
+from training.comparison import as_typed
 from training.hardware import Hardware, HardwareConfig, choose_hardware, set_up
 from training.hooks import Place, watched
 from training.optimizer import OptimConfig, Optimizer
@@ -54,11 +55,12 @@ class ReplaySettings:
         refuse_unknown("", self, attention=ATTENTION)
         if not self.attention:
             raise ValueError("attention=[] runs nothing; name one, as attention=[flash], or leave it out for all")
-        if self.hardware.dtype != "auto" or self.hardware.compile:
-            raise ValueError(
-                f"hardware.dtype={self.hardware.dtype} hardware.compile={self.hardware.compile}: a step is run again "
-                "in float32 and in its own dtype, not compiled; leave both keys out"
-            )
+        for key, value, default in (("dtype", self.hardware.dtype, "auto"), ("compile", self.hardware.compile, None)):
+            if value not in (default, False):
+                raise ValueError(
+                    f"hardware.{key}={as_typed(value)}: a step is run again in float32 and in its own dtype, not "
+                    "compiled; leave it out"
+                )
 
 
 @dataclass

@@ -21,7 +21,6 @@ from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, run
 from scripts.bench.clock import measure
 from scripts.evidence_tables import page
 from scripts.selftest import gradients
-from tests.runs import settings_of
 from training.hardware import set_up
 from training.log import ROOT
 
@@ -367,8 +366,6 @@ def test_a_pass_is_its_name_and_pytorchs_kernels_are_theirs():
     for name, kernels in {"sdpa_flash": (True, False, False), "sdpa_cudnn": (False, True, False)}.items():
         with calls.held_to(name):
             assert (cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()) == kernels
-    for module in (attention, bench_masks):  # FlexAttention is as it is by itself
-        assert settings_of(module.main).hardware.compile is False
 
 
 def test_a_growing_cache_is_one_call_whose_lengths_change(monkeypatch):

@@ -232,10 +232,10 @@ def theirs(contents: dict, end_of_text: str | None) -> Setup:
     return write
 
 
-def experiment(content: bytes, group: str = "experiment") -> Setup:
+def experiment(content: bytes, group: str = "experiment", name: str = "mine") -> Setup:
     def write(place: Place) -> None:
         (place.path / group).mkdir()
-        (place.path / group / "mine.yaml").write_bytes(content)
+        (place.path / group / f"{name}.yaml").write_bytes(content)
 
     return write
 
@@ -334,6 +334,9 @@ CONFIGURATIONS = [
          program="scripts.prepare"),
     Case("no value in a file", MINE, ["train.eval_every=???", "give one"], experiment(
         b"# @package _global_\ntrain:\n  eval_every: ???\n")),
+    Case("an experiment by one of our names", ["--config-dir={p}", "experiment=quickstart"], [
+        "/conf/experiment/quickstart.yaml, and {p}/experiment/quickstart.yaml would not be read; give yours another"],
+         experiment(b"# @package _global_\ntrain:\n  steps: 7\n", name="quickstart")),
     Case("no value in a group's file", ["--config-dir={p}", "model=mine"], ["model.qk_norm=???", "give one"],
          experiment(b"qk_norm: ???", "model")),
     Case("a value for a file's ???", [*MINE, "train.steps=0"], ["train.steps=0 must be at least 1"], experiment(

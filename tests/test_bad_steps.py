@@ -281,6 +281,14 @@ def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_p
         assert remedy.strip() == resume_command(tmp_path / "run", "optim.lr=6e-05")
 
 
+def test_weights_that_are_damaged_before_the_first_save_leave_nothing_to_go_on_from(tmp_path, monkeypatch, capsys):
+    damage_after(monkeypatch, 1)
+    train(small_run(tmp_path, *STORY, "train.on_nonfinite=stop", "train.save_every=1"), tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "not saved: step 1: embedding.weight is not finite\n" in said
+    assert "nothing was saved to go on from: begin anew" in said
+
+
 @pytest.mark.parametrize(("save_every", "remedy"), [(2, "then .*python train.py resume="), (0, "and begin anew")])
 def test_a_run_whose_last_weights_are_damaged_has_not_saved_its_end(tmp_path, monkeypatch, save_every, remedy):
     damage_after(monkeypatch, 8)  # no later step finds it

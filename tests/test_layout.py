@@ -178,6 +178,14 @@ def test_skipped_tests_are_counted_by_reason():
     assert lines == ["9 skipped: needs a GPU", "1 skipped: needs a file"]
 
 
+def test_every_program_is_listed():
+    listed = (ROOT / "scripts" / "README.md").read_text()
+    for path in sorted((ROOT / "scripts").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if "\n@program(" in path.read_text():
+            assert re.search(rf"^\| `{module}\b", listed, re.MULTILINE), f"scripts/README.md has no row for {module}"
+
+
 def test_readme_names_only_what_exists():
     text = "\n".join(page.read_text() for page in PAGES)
     for name in re.findall(r"`((?:conf|data|kernels|model|scripts|tests|training)/[\w./]+)`", text):

@@ -18,6 +18,7 @@ from kernels import (
     naive_attention,
     ops,
 )
+from kernels.call import Options
 from tests.attention_checks import make_packed, make_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -345,6 +346,12 @@ def test_flops_of_the_head_with_its_loss_are_counted():
         assert _counted(lambda: linear_cross_entropy(h, weight, targets, 16)) == {
             "flashgpt.linear_cross_entropy_fwd": product
         }
+
+
+def test_the_schema_has_the_options():
+    names = [argument.name for argument in ops.flash_fwd._schema.arguments]
+    said = "_OPTIONS of kernels/ops.py has the fields of kernels/call.py's Options, in their order"
+    assert names == ["q", "k", "v", *Options._fields], said
 
 
 def test_importing_kernels_imports_no_triton():

@@ -253,7 +253,8 @@ def test_the_command_line(kept, tmp_path, quick_python):
         (["dump=LAST"], "checkpoint LAST is no bad step's; give a folder such as runs/.../bad_steps/step_000123"),
         (["attention=[]"], "attention=[] runs nothing; name one, as attention=[flash]"),
         (["attention=[fast]"], "attention=fast is not one of flash, naive, tiled, sdpa"),
-        (["hardware.dtype=float16"], "hardware.dtype=float16 hardware.compile=None: a step is run again in float32"),
+        (["hardware.dtype=float16"], "hardware.dtype=float16: a step is run again in float32 and in its own dtype"),
+        (["hardware.compile=true"], "hardware.compile=true: a step is run again in float32 and in its own dtype, not"),
     ],
 )
 def test_a_mistake_is_one_line(kept, tmp_path, monkeypatch, capsys, arguments, error):

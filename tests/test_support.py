@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,8 @@ from kernels import (
     support,
     tiled_attention,
 )
-from kernels.call import Options, check_call
+from kernels.call import Options, check_call, plain_options
+from kernels.decode import Call
 from kernels.support import (
     DTYPES,
     FEATURES,
@@ -159,6 +161,19 @@ def test_every_implementation_answers_for_device_and_head_dim():
     assert "head_dim 8 is not supported by kvcache" in why_not("kvcache", bf16, head_dim=8)
     assert "head_dim 8 is not supported by flash" in why_not("flash", bf16, head_dim=8)
     assert why_not("naive", bf16, device="cpu", head_dim=8) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "asked_otherwise"),
+    [
+        (flash_attention, {"q", "k", "v", "block_mask", "dropout_seed", "deterministic", "return_lse"}),
+        (flash_attention_with_kvcache, {*Call._fields, "k", "v", "return_lse"}),
+    ],
+)
+def test_each_argument_is_part_of_what_tells_calls_apart(call, asked_otherwise):
+    """One that is not would be ignored, in silence, after a call without it whose other arguments are the same."""
+    missing = {*signature(call).parameters} - {*signature(plain_options).parameters} - asked_otherwise
+    assert not missing, f"plain_options of kernels/call.py has no {missing}, or its callers do not ask for them before"
 
 
 def test_a_question_about_what_there_is_not_is_refused():

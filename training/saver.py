@@ -107,10 +107,9 @@ class Saver:
             if copied is not None:
                 copied.synchronize()
             if wrong := next((name for name, weight in weights.items() if not is_finite(weight)), None):
-                self._say(
-                    f"not saved: step {meta['step']}: {wrong} is not finite; earlier checkpoints are untouched, and "
-                    "going on begins with the newest of them"
-                )
+                kept = "; earlier checkpoints are untouched, and going on begins with the newest of them"
+                kept = kept if checkpoints.newest_complete(self.folder, self._say, verify=()) else ""
+                self._say(f"not saved: step {meta['step']}: {wrong} is not finite{kept}")
                 self.error = None if self.ends_for_bad_numbers else ValueError(f"{wrong} is not finite")
                 return
             self._saved = checkpoints.write(self.folder, weights, state, meta, best=best)

@@ -47,11 +47,11 @@ def training_step(
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
     CPU. `region` names the parts of the step for a profiler. Each process of `hardware.world` has as many rows of the
     step, and where several share rows, `forward` takes its part of them (training/context.py). `graphs` are of the same
-    network, optimizer and sizes; with documents, whose number changes, they are not used. With `dropout` each
+    network, optimizer and sizes, for steps without documents, whose number changes. With `dropout` each
     micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and the gradient norm of the whole
     step, both still on the device.
     """
-    world, graphs = hardware.world, graphs if starts is None else None
+    world = hardware.world
     micro_batches = -(-len(inputs) // micro_batch)
     tokens = targets.numel() * world.data_size
     compute = graphs.compute if graphs else partial(compute_gradients, forward, optimizer, hardware, tokens)

@@ -114,8 +114,7 @@ class Cell:
         return [half, quarter, eighth, self.seq_len - half - quarter - eighth]
 
 
-# nothing of ours is compiled, and the description of the machine says so
-@program("tool", BenchSettings, run_dir="runs/bench_attention", overrides=("hardware.compile=false",))
+@program("tool", BenchSettings, run_dir="runs/bench_attention")
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware = set_up_gpu("attention", settings.hardware, SMOKE)
     bench = settings.bench

@@ -77,7 +77,7 @@ class BenchSettings(Settings):
     "config", BenchSettings, experiment="quickstart", run_dir="runs/cache_bits", overrides=("logger.wandb=disabled",)
 )
 def main(settings: BenchSettings, run_dir: Path) -> None:
-    hardware = set_up_gpu("a cache in 8 bits", settings.hardware, SMOKE)
+    hardware = set_up_gpu("a cache in 8 bits", replace(settings.hardware, compile=None), SMOKE)
     report = Report("cache_bits", run_dir, hardware.description)
     dtypes = {str(hardware.dtype).removeprefix("torch."): hardware.dtype} | EIGHT_BIT_DTYPES
     if settings.init_from is None:

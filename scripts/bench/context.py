@@ -10,7 +10,7 @@ mean nothing.
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,16 @@ from model.context import METHODS, part_of
 from scripts.bench.calls import tensors
 from scripts.bench.clock import peak_gib, spans
 from scripts.bench.processes import Host, on_each_gpu
-from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import (
+    Columns,
+    Report,
+    Row,
+    not_compiled,
+    refuse_out_of_range,
+    refuse_unknown,
+    refuse_without_gpu,
+    table,
+)
 from training.hardware import HardwareConfig
 from training.speed import attention_flops
 
@@ -58,6 +67,7 @@ def main(settings: ContextBenchSettings, run_dir: Path) -> None:
     refuse_without_gpu("attention whose rows GPUs share", settings.hardware, SMOKE, needs=needs)
     if 0 < (found := torch.cuda.device_count()) < settings.gpus:
         raise ValueError(f"gpus={settings.gpus} but there are {found} GPUs; use gpus={found}")
+    settings = replace(settings, hardware=not_compiled(settings.hardware))
     hardware, rows = on_each_gpu([settings.gpus], work, settings)
     more = {"heads": [settings.num_heads, settings.num_kv_heads, settings.head_dim]}
     report = Report("bench_context", run_dir, f"{settings.gpus} x {hardware}", rows, more)

@@ -82,8 +82,7 @@ class BenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
-# nothing of ours is compiled, and the description of the machine says so
-@program("tool", BenchSettings, run_dir="runs/bench_generation", overrides=("hardware.compile=false",))
+@program("tool", BenchSettings, run_dir="runs/bench_generation")
 @torch.no_grad()
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware = set_up_gpu("generate()", settings.hardware, SMOKE)

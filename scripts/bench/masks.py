@@ -60,8 +60,7 @@ class BenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
-# nothing of ours is compiled, and the description of the machine says so
-@program("tool", BenchSettings, run_dir="runs/bench_masks", overrides=("hardware.compile=false",))
+@program("tool", BenchSettings, run_dir="runs/bench_masks")
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware = set_up_gpu("attention under a block mask", settings.hardware, SMOKE)
     bench = settings.bench

@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from string import Formatter
@@ -92,9 +92,16 @@ def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs
 
 
 def set_up_gpu(what: str, config: HardwareConfig, smoke: str) -> Hardware:
-    """`set_up` for a benchmark that runs in this process, with `refuse_without_gpu` before it."""
+    """`set_up` for a benchmark that runs in this process, `not_compiled`, with `refuse_without_gpu` before it."""
     refuse_without_gpu(what, config, smoke)
-    return set_up(config)
+    return set_up(not_compiled(config))
+
+
+def not_compiled(config: HardwareConfig) -> HardwareConfig:
+    """For a benchmark of which nothing of ours is compiled, and whose description says so."""
+    if config.compile:
+        raise ValueError("hardware.compile=true: nothing of ours is compiled here; leave it out")
+    return replace(config, compile=False)
 
 
 @dataclass
