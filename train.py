@@ -105,7 +105,7 @@ def run(
     how = {"device": hardware.device, "document_mask": settings.data.document_mask}
     model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, **how)
     forward = parallelize(model, hardware)  # compiled where the run is, sharded by parallel.data=shard
-    optimizer = Optimizer(model, settings.optim, hardware.dtype, world)
+    optimizer = Optimizer(model, chosen.plan.optim, hardware.dtype, world)
     best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:
         state = resume.restore(resumed, model, optimizer, hardware.device)

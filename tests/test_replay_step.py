@@ -254,6 +254,7 @@ def test_the_command_line(kept, tmp_path, quick_python):
         (["attention=[]"], "attention=[] runs nothing; name one, as attention=[flash]"),
         (["attention=[fast]"], "attention=fast is not one of flash, naive, tiled, sdpa"),
         (["hardware.dtype=float16"], "hardware.dtype=float16: a step is run again in float32 and in its own dtype"),
+        (["attention=[naive,naive]"], "attention has naive twice; name each once"),
         (["hardware.compile=true"], "hardware.compile=true: a step is run again in float32 and in its own dtype, not"),
     ],
 )

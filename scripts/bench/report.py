@@ -49,15 +49,19 @@ def colour(attention: str, number: int) -> str:
 
 
 def refuse_unknown(group: str, config: Any, **known: Iterable[Any]) -> None:
-    """ValueError where a value of `config`, alone or in a list, is not among the known ones of its field; None may be.
+    """ValueError where a value of `config`, alone or in a list, is not among the known ones of its field, or twice in
+    its list; None may be.
 
     group: what a user types before the names: "bench.", or "" of keys that have no group.
     """
     for name, allowed in known.items():
         found = getattr(config, name)
-        for value in found if isinstance(found, list) else [found]:
+        values = found if isinstance(found, list) else [found]
+        for value in values:
             if value is not None and value not in allowed:
                 raise ValueError(f"{group}{name}={value} is not one of {', '.join(map(str, allowed))}")
+            if values.count(value) > 1:
+                raise ValueError(f"{group}{name} has {value} twice; name each once")
 
 
 def refuse_out_of_range(group: str, config: Any, *names: str) -> None:
