@@ -15,8 +15,6 @@ idea; this is the only training loop.
 """
 
 import math
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -25,15 +23,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from conf.interrupt import leave_quietly, need_an_environment
+    from conf.interrupt import before_a_run
 
-    leave_quietly()
-    need_an_environment()
-    # importing PyTorch takes seconds: SLURM's signal of a time limit is blocked until StopRequest handles it
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    if os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
-        # when one process dies, the others say so in one line, which PyTorch's traces would bury
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    before_a_run()  # before PyTorch is imported, which takes seconds
 
 import torch
 
@@ -62,15 +54,13 @@ from training.step import Step
 from training.stepper import Stepper, step_record
 from training.stop import StopRequest
 
-OnStep = Callable[[Step], None]
-
 
 def train(
     settings: Settings,
     run_dir: Path,
     *,
     attend: AttentionFunction | None = None,
-    on_step: OnStep | None = None,
+    on_step: Callable[[Step], None] | None = None,
     world: World = ALONE,
 ) -> dict[str, Any]:
     """Train with `settings`, write everything to `run_dir`, return the summary.
@@ -92,8 +82,9 @@ def train(
 
 
 def run(
-    settings: Settings, chosen: Run, run_dir: Path, began: float, attend: AttentionFunction | None, on_step: OnStep
-) -> dict[str, Any]:
+    settings: Settings, chosen: Run, run_dir: Path, began: float, attend: AttentionFunction | None,
+    on_step: Callable[[Step], None],
+) -> dict[str, Any]:  # fmt: skip
     """A run, in a folder that this process has locked."""
     config = settings.train
     hardware, dataset, resumed, first_step = chosen.hardware, chosen.dataset, chosen.resumed, chosen.first_step
@@ -106,10 +97,9 @@ def run(
     model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, **how)
     forward = parallelize(model, hardware)  # compiled where the run is, sharded by parallel.data=shard
     optimizer = Optimizer(model, chosen.plan.optim, hardware.dtype, world)
-    best_loss, seconds_before, state = math.inf, 0.0, {}
+    state, best_loss = {}, math.inf
     if resumed:
-        state = resume.restore(resumed, model, optimizer, hardware.device)
-        best_loss, seconds_before = resume.best_loss_before(state, resumed, chosen.description), resumed.meta["seconds"]
+        state, best_loss = resume.restore(resumed, model, optimizer, hardware.device, chosen.description)
     elif chosen.initial:
         chosen.initial.load_weights(model)
     stepper = Stepper(chosen, model, forward, optimizer)
@@ -128,7 +118,7 @@ def run(
         run_dir, settings.logger, chosen.wandb, description, first_step=first_step, steps=config.steps,
         resume=settings.resume is not None, checkpoint=resumed,
     )  # fmt: skip
-    saver = ShardSender()  # in the other processes
+    saver = ShardSender(world)  # in the other processes
     if world.is_first:
         saver = Saver(run_dir / "checkpoints", config.keep_last, config.keep_every, log.say, world)
     trains = first_step < config.steps
@@ -136,21 +126,15 @@ def run(
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
     # --- what is done about a loss or gradient that is not finite
-    check = NumberCheck(optimizer, hardware, log.say)
-    if "number_check" in state:
-        check.load_state_dict(state["number_check"])
+    check = NumberCheck(optimizer, hardware, log.say, state.get("number_check"))
     bad_steps = BadSteps(config.on_nonfinite, run_dir, model, optimizer, hardware, check, saver, description, log.say)
 
-    def seconds() -> float:
-        """Time spent on this run, by the processes before this one too."""
-        return seconds_before + time.perf_counter() - began
+    speed = Speed(model, hardware, config.batch_tokens, first_step, began, chosen.seconds_before)
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
-        progress = {"step": step, "seconds": seconds(), "metric_lines": log.lines}
-        world.take_time()  # it waits for what is still being written
-        with world.communicating():
-            saver.save(model, state, progress | description, best=best)
+        progress = {"step": step, "seconds": speed.seconds(), "metric_lines": log.lines}
+        saver.save(model, state, progress | description, best=best)
 
     with (
         log,
@@ -172,7 +156,6 @@ def run(
             results = stepper.evaluate(evaluation)
 
         # --- the loop
-        speed = Speed(model, hardware, config.batch_tokens, first_step)
         while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             batch = next(prefetcher)
@@ -205,8 +188,8 @@ def run(
             record, is_best = {}, False
             if config.is_logged(step):
                 record = step_record(loss, grad_norm, optimizer, check) | speed.lap(step)
-                record |= {"tokens": step * config.batch_tokens, "seconds": seconds()}
-                record["peak_memory_gib"] = hardware.peak_memory_gib()
+                record |= {"tokens": step * config.batch_tokens, "seconds": speed.seconds()}
+                record |= {"peak_memory_gib": hardware.peak_memory_gib()}
             if config.is_due(config.eval_every, step):
                 results = stepper.evaluate(evaluation)
                 is_best = results["val_loss"] < best_loss
@@ -214,23 +197,18 @@ def run(
                 record |= results
             if record:
                 log.metrics(step, record)
-                speed.restart(step)
-
             if is_best or stopping or config.is_due(config.save_every, step):
                 save(step, best=is_best)
-                speed.restart(step)
-
             if config.sample_tokens and config.is_due(config.sample_every, step):
-                world.take_time()
                 text = stepper.sample(dataset.tokenizer)
                 log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
+            if config.is_observed(step):
                 speed.restart(step)
-
             if stopping:  # it is saved; to evaluate here would add a record that an uninterrupted run has not
                 break
 
         best_loss = min(best_loss, results.get("val_loss", math.inf))
-        results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
+        results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": speed.seconds()}
         results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
         world.take_time()  # the first process may read a large text, or wait for a slow disk
         if step >= config.steps and world.is_first:  # it reads all of the text, and a stop has little time

@@ -1,7 +1,7 @@
 """What ends a program among its imports, where Python shows a traceback: Ctrl-C, a full disk, a package that is missing
 or damaged.
 
-PyTorch takes seconds to import. Programs call `leave_quietly` and `need_an_environment` before that; conf/program.py,
+PyTorch takes seconds to import. Programs call `before_imports` before that, train.py `before_a_run`; conf/program.py,
 which handles a KeyboardInterrupt, calls `raise_again`.
 """
 
@@ -17,6 +17,21 @@ from types import FrameType, TracebackType
 OLDEST = (3, 11)
 # not found where Python was told not to look here
 _OURS = ("__main__", "conf", "data", "kernels", "model", "scripts", "train", "training")
+
+
+def before_imports() -> None:
+    leave_quietly()
+    need_an_environment()
+
+
+def before_a_run() -> None:
+    """`before_imports`, and what SLURM and other processes of a run need as early."""
+    before_imports()
+    # SLURM's signal of a time limit waits for StopRequest, which handles it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    if os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
+        # when one process dies, the others say so in one line, which PyTorch's traces would bury
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def need_an_environment() -> None:

@@ -3,11 +3,10 @@
 import sys
 from pathlib import Path
 
-from conf.interrupt import leave_quietly, need_an_environment
+from conf.interrupt import before_imports
 
 if sys.argv[:1] == ["-m"]:  # Python looks for a module of ours to run, and sets the first argument once it has it
-    leave_quietly()
-    need_an_environment()
+    before_imports()
     asked = sys.orig_argv[-len(sys.argv)].rpartition("scripts.")[2]
     file = Path(__file__).parent / (asked.replace(".", "/") + ".py")
     if file.is_file() and '__name__ == "__main__"' not in file.read_text(encoding="utf-8"):

@@ -227,7 +227,8 @@ def test_time_spent_goes_on(tmp_path):
 def test_speed_is_measured_without_the_first_step_of_a_life_and_what_is_between_steps(tmp_path, monkeypatch):
     """That step compiles: here it takes 100 s, as an evaluation, a sample and a save do; every other step takes 1."""
     now = [0.0]
-    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (speed, program):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def slow(owner: type, name: str) -> None:
         real = getattr(owner, name)

@@ -21,6 +21,7 @@ from data import TokenBatches, build_tokenizer, document_starts, open_dataset
 from model import GPT, GPTConfig
 from tests.runs import SMALL, settings, small_run, told
 from train import train
+from training import stepper
 from training.checkpoint import open_checkpoint
 from training.evaluate import EvaluationSet, evaluate, unigram_loss
 from training.hardware import HardwareConfig, set_up
@@ -28,7 +29,6 @@ from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.parallel import ALONE
 from training.saver import Saver
 from training.step import Step, training_step
-from training.stepper import Stepper
 from training.stop import StopRequest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,11 +177,11 @@ def test_the_first_is_waited_for_while_it_saves_and_samples(tmp_path, monkeypatc
     def noting(name, real):
         return lambda *given, **named: patience.setdefault(name, ALONE.patience) and real(*given, **named)
 
-    for owner, name in ((Saver, "save"), (Stepper, "sample")):
+    for owner, name in ((Saver, "wait"), (stepper, "sample")):  # for what is being written
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
-    sampled = small_run(tmp_path, "train.steps=2", "train.sample_tokens=4")
+    sampled = small_run(tmp_path, "train.steps=2", "train.sample_tokens=4", "train.sample_every=1")
     train(sampled, tmp_path / "run", on_step=lambda step: setattr(ALONE, "patience", 600.0))
-    assert patience == {"save": math.inf, "sample": math.inf}
+    assert patience == {"wait": math.inf, "sample": math.inf}
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])

@@ -74,7 +74,10 @@ class NumberCheck:
         in_a_row: bad steps since the last good one.
     """
 
-    def __init__(self, optimizer: Optimizer, hardware: Hardware, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, hardware: Hardware, say: Callable[[str], None], state: dict[str, Any] | None = None
+    ) -> None:
+        """state: a `state_dict`, to go on from."""
         self.spikes = self.bad_steps = self.in_a_row = 0
         self._optimizer, self._device, self._say, self._world = optimizer, hardware.device, say, hardware.world
         self._late = steps_late(hardware.device)
@@ -82,6 +85,8 @@ class NumberCheck:
         self._pending: deque[tuple[BadStep, Tensor, torch.cuda.Event | None]] = deque()
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._before = random_states(self._device)
+        if state:
+            self.load_state_dict(state)
 
     def look(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
         """Record `step` (from 1), and check the steps whose numbers are due; with `wait` all of them.

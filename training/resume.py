@@ -225,8 +225,11 @@ def state_of(optimizer: Optimizer, check: NumberCheck, best_loss: float, device:
     return optimizer.state_dict() | rest
 
 
-def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
-    """Load `checkpoint` into model, optimizer and random streams; returns its whole state.
+def restore(
+    checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: torch.device, description: Mapping[str, Any]
+) -> tuple[dict[str, Any], float]:
+    """Load `checkpoint` into model, optimizer and random streams; returns its whole state, and the best validation loss
+    before it that counts in the run of this `description`.
 
     ValueError names what the checkpoint lacks, or what does not fit.
     """
@@ -241,7 +244,7 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
         raise
     except (ValueError, TypeError, LookupError, RuntimeError) as error:  # as PyTorch, NumPy and Python say it
         raise ValueError(f"checkpoint {checkpoint.path}: {STATE} does not fit ({error}); use another") from error
-    return state
+    return state, best_loss_before(state, checkpoint, description)
 
 
 def _refuse_other_losses(losses: list[Any]) -> None:

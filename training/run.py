@@ -122,6 +122,11 @@ class Run:
         """Steps that were taken before."""
         return self.resumed.step if self.resumed else 0
 
+    @property
+    def seconds_before(self) -> float:
+        """That those steps took."""
+        return self.resumed.meta["seconds"] if self.resumed else 0.0
+
     def first_lines(self, model: GPT, run_dir: Path) -> list[str]:
         """What a run prints before its first step: what will run, and why."""
         dataset, steps, tokens = self.dataset, *(self.settings["train"][key] for key in ("steps", "batch_tokens"))

@@ -46,8 +46,10 @@ class Saver:
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
         """Save the model and `state` as they are now. state and meta: see `checkpoint.write`."""
+        self._world.take_time()  # the others wait while what was saved before is still being written
         self.wait()
-        weights, state = tree_map_with_path(self._copy, (checkpoints.weights_of(model), state))
+        with self._world.communicating():
+            weights, state = tree_map_with_path(self._copy, (checkpoints.weights_of(model), state))
         device = next(model.parameters()).device
         copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         # not a daemon: an interpreter that ends waits for what is being written
@@ -140,8 +142,12 @@ def is_finite(x: torch.Tensor) -> bool:
 
 
 class ShardSender(NullObject):
-    """In place of a `Saver` in the other processes: sends the first one their rows of sharded weights."""
+    """In place of a `Saver` in the other processes of `world`: sends the first one their rows of sharded weights."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
-        for value in tree_leaves((checkpoints.weights_of(model), state)):  # in the order of `Saver`
-            full_tensor(value)
+        with self._world.communicating():
+            for value in tree_leaves((checkpoints.weights_of(model), state)):  # in the order of `Saver`
+                full_tensor(value)

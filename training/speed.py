@@ -22,10 +22,15 @@ FEW_FLOPS = 1e11  # a step of so many is not slow on any CPU
 
 
 class Speed:
-    """Measures a run's steps of `batch_tokens`, of all processes, without evaluation, samples, saving, compilation."""
+    """Measures a run's steps of `batch_tokens`, of all processes, without evaluation, samples, saving, compilation.
 
-    def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, step: int) -> None:
-        self._hardware, self._batch_tokens = hardware, batch_tokens
+    began: this process, by time.perf_counter; before it the run had taken `seconds_before`.
+    """
+
+    def __init__(
+        self, model: GPT, hardware: Hardware, batch_tokens: int, step: int, began: float, seconds_before: float
+    ) -> None:
+        self._hardware, self._batch_tokens, self._began = hardware, batch_tokens, began - seconds_before
         self._flops, peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
         self._peak = peak and peak * hardware.world.size
         self.restart(step)
@@ -34,6 +39,10 @@ class Speed:
         """Begin to measure after `step` steps."""
         self._hardware.synchronize()
         self._since, self._from_step = time.perf_counter(), step
+
+    def seconds(self) -> float:
+        """Of the run until now, whatever it did, in the processes before this one too."""
+        return time.perf_counter() - self._began
 
     def lap(self, step: int) -> dict[str, float]:
         """What `RunLog.metrics` records of the steps since `restart` or the last lap; empty where there is none."""
