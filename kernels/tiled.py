@@ -59,8 +59,8 @@ def tiled_attention_varlen(
 def _tiled(block_q: int, block_k: int):
     """The core as a function of (q, k, v, options, first_row)."""
     for name, block in (("block_q", block_q), ("block_k", block_k)):
-        if block < 1:
-            raise ValueError(f"{name} is {block}; it must be at least 1")
+        if not isinstance(block, int) or block < 1:
+            raise ValueError(f"{name} is {block}; it must be an integer of at least 1")
 
     def attention(q, k, v, options, first_row=0):
         refuse_torch_func("tiled_attention", "naive_attention")

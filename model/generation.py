@@ -79,6 +79,8 @@ def generate(
         ValueError: an impossible option or one that the memory does not hold, at the call and not at the first token.
     """
     check_sampling(temperature, top_k, top_p)
+    if not hasattr(prompts, "__iter__"):
+        raise ValueError(f"prompts is {prompts!r}; give a list of prompts, each a list of ids")
     prompts, contexts = list(prompts), []  # arrays: a list of as many ids would keep a GPU waiting
     for number, prompt in enumerate(prompts):
         if hasattr(prompt, "tolist"):

@@ -296,11 +296,12 @@ def test_autocast_casts_as_pytorch_does(attention):
         assert attention(*_double((1, 2, 2, 5, 5, 16))).dtype == torch.float64
 
 
+@pytest.mark.parametrize("size", [0, 1.5])
 @pytest.mark.parametrize("block", ["block_q", "block_k"])
-def test_refuses_an_empty_tile(block):
+def test_refuses_an_impossible_tile(block, size):
     q, k, v = _double((1, 1, 1, 4, 4, 8))
-    with pytest.raises(ValueError, match=f"{block} is 0; it must be at least 1"):
-        tiled_attention(q, k, v, **{block: 0})
+    with pytest.raises(ValueError, match=f"{block} is {size}; it must be an integer of at least 1"):
+        tiled_attention(q, k, v, **{block: size})
 
 
 def test_a_row_without_keys_and_without_a_sink_gives_the_sink_no_gradient():

@@ -332,6 +332,7 @@ def test_ids_of_more_than_16_bits_are_whole():
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": None}, "prompts is None; give a list of prompts, each a list of ids"),
         ({"prompts": [1, 2]}, "prompt 0 is 1; give a list of prompts, each a list of ids"),
         ({"prompts": torch.tensor([1, 2])}, "prompt 0 is 1; give a list of prompts, each a list of ids"),
         ({"prompts": ["text"]}, "prompt 0 is 'text'; give a list of prompts, each a list of ids"),
