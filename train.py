@@ -127,7 +127,9 @@ def run(
 
     # --- what is done about a loss or gradient that is not finite
     check = NumberCheck(optimizer, hardware, log.say, state.get("number_check"))
-    bad_steps = BadSteps(config.on_nonfinite, run_dir, model, optimizer, hardware, check, saver, description, log.say)
+    bad_steps = BadSteps(
+        config.on_nonfinite, run_dir, model, optimizer, hardware, check, saver, description, log.say, resumed
+    )
 
     speed = Speed(model, hardware, config.batch_tokens, first_step, began, chosen.seconds_before)
 

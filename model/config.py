@@ -44,7 +44,7 @@ class GPTConfig:
     attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends, not for sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it
     mask: str | None = None  # prefix:N | bigbird:N | dilated:N, see model/masks.py; null: all before it, in its window
-    rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
+    rope_base: float = 10000.0  # the rotary positions' waves are all shorter, in tokens / 2 pi
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
     activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | selective

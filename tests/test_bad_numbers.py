@@ -11,6 +11,7 @@ from training.hardware import HardwareConfig, choose_hardware
 from training.optimizer import (
     FIRST_SCALE,
     GROWTH_INTERVAL,
+    LARGEST_SCALE,
     LossScale,
     OptimConfig,
     Optimizer,
@@ -87,6 +88,10 @@ def test_the_scale_falls_and_grows():
         scale.update(yes, no)
     assert scale.exhausted()
     assert scale.scale == 1
+    scale.scale.fill_(LARGEST_SCALE)
+    scale.good_steps.fill_(GROWTH_INTERVAL - 1)
+    scale.update(no, no)
+    assert scale.scale == LARGEST_SCALE, "twice as much is inf"
 
 
 def test_the_scale_follows_pytorchs_own():

@@ -326,6 +326,14 @@ def test_rollback_without_a_checkpoint_stops(tmp_path, monkeypatch, capsys):
     assert "has no good checkpoint: set or lower train.save_every" in capsys.readouterr().out
 
 
+def test_rollback_goes_back_to_where_the_run_was_resumed_from_in_another_folder(tmp_path, monkeypatch, capsys):
+    train(small_run(tmp_path, *STORY, "train.max_hours=1e-9"), tmp_path / "run")
+    flip(monkeypatch, "embedding.weight", 1)
+    life = (*STORY, f"resume={tmp_path / 'run'}", "train.on_nonfinite=rollback")
+    assert train(small_run(tmp_path, *life), tmp_path / "other")["exit_code"] == 0
+    assert f"back to the weights of {tmp_path / 'run'}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_only_the_run_saw_is_said_so(tmp_path, monkeypatch, capsys, compiled):
     """NaN once and never again: a fault of the hardware, say, or of what was compiled."""

@@ -278,9 +278,21 @@ def test_changes_are_printed_and_hold(stopped, capsys):
         "changed    optim.weight_decay 0.1 -> 0",
         "changed    train.max_hours 1e-9 -> null",
         "changed    train.steps 11 -> 3",
+        "changed    the learning rate of the next step, 0.003 -> 0.0005",
     ]
     groups = open_checkpoint(stopped / "elsewhere").load_state()["optimizer"][0]["param_groups"]
     assert (groups[0]["peak_lr"], groups[0]["weight_decay"]) == (5e-4, 0.0)
+
+
+def test_what_a_change_does_to_the_schedule_and_the_epoch_is_printed(stopped, capsys):
+    go_on(stopped, "train.steps=300", "optim.warmup_steps=50", "train.data_seed=7", "train.max_hours=1e-9")
+    said = capsys.readouterr().out
+    assert "changed    the learning rate of the next step, 0.003 -> 0.00012\n" in said
+    assert "changed    the order of the windows, which begins anew: in this epoch some come twice" in said
+    go_on(stopped, "train.max_hours=1e-9", "train.log_every=3")
+    said = capsys.readouterr().out
+    assert "changed    train.log_every" in said
+    assert "changed    the" not in said.replace("changed    the commit", "")
 
 
 def test_another_commit_is_printed(stopped, capsys, monkeypatch):

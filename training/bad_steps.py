@@ -190,6 +190,7 @@ class BadSteps:
     saver: Saver
     description: dict[str, Any]
     say: Callable[[str], None]
+    resumed: checkpoints.Checkpoint | None  # where the run was, perhaps in another folder
 
     def handle(self, bad: BadStep, batches: Prefetcher, compute_step: ComputeStep, stop: StopRequest) -> bool:
         """Whether the run continues with the next of `batches` after the step `bad`.
@@ -248,8 +249,8 @@ class BadSteps:
     def _newest_good(self, step: int) -> str | None:
         """The path of the newest whole checkpoint before `step`; weights that are not finite are in none."""
         self.saver.wait()
-        found = checkpoints.newest_complete(self.saver.folder, self.say, step - 1)
-        return str(found.path) if found else None
+        found = checkpoints.newest_complete(self.saver.folder, self.say, step - 1) or self.resumed
+        return str(found.path) if found and found.path.exists() else None
 
     def _diagnose(self, bad: BadStep, model: GPT, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
         """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where unknown.

@@ -2,7 +2,7 @@
 
 Protocol: `windows` non-overlapping windows of seq_len tokens, evenly spaced over the validation split; each target is
 predicted from the tokens before it in its window (a context of 1 to seq_len tokens, stride seq_len). Bytes are the
-decoded targets' UTF-8, without end-of-text.
+decoded targets' UTF-8, without end-of-text; a blank that a tokenizer of a folder puts before each text is one of them.
 """
 
 import math

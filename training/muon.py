@@ -18,10 +18,10 @@ from training.owners import Owners
 from training.parallel import ALONE, World
 
 # The quintics a x + b x^3 + c x^5 of the iterations: each is the best approximation of 1, in the largest error, on the
-# interval that those before it leave of [least, 1] (Polar Express, arXiv:2505.16932, theorem 3.1). Four take [0.005, 1]
-# to [0.917, 1.083]. In float32, where a CPU is slow, three take [0.003, 1] to [0.354, 1.646], for the same loss:
-# experiment=shakespeare has 1.8692 after 225 steps, 1.8702 with four (means of four seeds, whose differences have a
-# standard error of 0.002), 1.8725 with three from 0.005 on, 1.8875 from 0.02 on (two seeds).
+# interval that those before it leave of [least, 1] (Polar Express, arXiv:2505.16932, theorem 3.1). Four, with SAFETY,
+# take [0.005, 1] to [0.901, 1.083]. In float32, where a CPU is slow, three take [0.003, 1] to [0.347, 1.646], for the
+# same loss: experiment=shakespeare has 1.8692 after 225 steps, 1.8702 with four (means of four seeds, whose differences
+# have a standard error of 0.002), 1.8725 with three from 0.005 on, 1.8875 from 0.02 on (two seeds).
 QUINTICS = {
     torch.bfloat16: (
         (8.2987035, -24.4304981, 18.0903042),
@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
         update brings nearer to zero (cautious weight decay, arXiv:2510.12402). Where a matrix has more rows than
         columns its rate is sqrt(rows / columns) times as high.
     momentum: of the mean of gradients.
-    weight_decay: decoupled, times the rate.
+    weight_decay: decoupled, times `lr`.
     dtype: of the products of `orthogonalize`.
     shapes: of the whole matrices, where `params` are only some rows of them.
     world: the processes that share the products.

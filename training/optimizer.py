@@ -23,6 +23,7 @@ SCHEDULES = ("cosine", "wsd", "constant")
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps until the loss scale is doubled
 LARGEST_RATE = 1e6  # far above any use; near float32's largest number AdamW's step size overflows
+LARGEST_SCALE = 2.0**127  # of float32
 LEAST_SCALE = 1.0  # an overflow without any scaling is no matter of scale
 # what an optimizer holds of a parameter, and whether it may be below zero
 MOMENTS = {
@@ -46,7 +47,7 @@ class OptimConfig:
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, linear decay) | constant
     warmup_steps: int = 50  # linear, from lr / warmup_steps; if train.steps <= warmup_steps, a tenth of train.steps
     decay_fraction: float = 0.3  # of the steps, at their end: wsd's decay
-    min_lr_ratio: float = 0.1  # the schedule ends at this fraction of the peak
+    min_lr_ratio: float = 0.1  # of the peak, where the schedule would be after the last step
 
     def __post_init__(self) -> None:
         for key, choices in (("name", OPTIMIZERS), ("schedule", SCHEDULES), ("muon_dtype", MUON_DTYPES)):
@@ -126,7 +127,7 @@ class LossScale:
     def update(self, overflow: Tensor, held: Tensor) -> None:
         """After a step: `overflow` says that its gradient was not finite, `held` that nothing may change."""
         grown = self.good_steps + 1 >= GROWTH_INTERVAL
-        scale = torch.where(grown, self.scale * 2, self.scale)
+        scale = torch.where(grown, (self.scale * 2).clamp(max=LARGEST_SCALE), self.scale)
         scale = torch.where(overflow, (self.scale / 2).clamp(min=LEAST_SCALE), scale)
         good_steps = torch.where(overflow | grown, 0, self.good_steps + 1)
         self.scale.copy_(torch.where(held, self.scale, scale))

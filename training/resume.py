@@ -7,6 +7,7 @@ another.
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
 from training.comparison import as_typed, flat, settings_of
 from training.lock import by_time, sweep_of
-from training.optimizer import Optimizer
+from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.random_states import random_states, restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
@@ -38,7 +39,7 @@ NEEDED_META = {
     "step": int,
     "seconds": (int, float),
     "metric_lines": int,
-    "settings": {"model": {}, "data": {}, "optim": {}, "train": {"batch_tokens": int}},
+    "settings": {"model": {}, "data": {}, "optim": {}, "train": {"batch_tokens": int, "steps": int}},
     "left_open": {},
     "tokenizer": {"name": str},
     "vocab_size": int,
@@ -247,6 +248,23 @@ def restore(
     return state, best_loss_before(state, checkpoint, description)
 
 
+def _order(settings: Mapping[str, Any]) -> tuple:
+    """What the order of the windows follows from, of flat settings."""
+    seed = "train.seed" if settings.get("train.data_seed") is None else "train.data_seed"
+    return tuple(map(settings.get, ("data.seq_len", "data.shift_windows", seed)))
+
+
+def _rate(settings: Mapping[str, Any], step: int) -> float | None:
+    """The learning rate of `step` (0-based) by a run's settings; past its end, that of its last step. None where an
+    earlier version's settings say none."""
+    known, steps = {field.name for field in fields(OptimConfig)}, settings["train"]["steps"]
+    try:
+        config = OptimConfig(**{key: value for key, value in settings["optim"].items() if key in known})
+    except (TypeError, ValueError):
+        return None
+    return config.lr * lr_factor(min(step, steps - 1), steps, config)
+
+
 def _refuse_other_losses(losses: list[Any]) -> None:
     """ValueError where these cannot be `NumberCheck`'s window of losses."""
     if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
@@ -275,6 +293,11 @@ def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: C
     for key in sorted(before | now):
         if before.get(key) != now.get(key) and key != "resume":
             say(f"changed    {key} {as_typed(before.get(key))} -> {as_typed(now.get(key))}")
+    rates = [_rate(of["settings"], checkpoint.step) for of in (checkpoint.meta, description)]
+    if None not in rates and not math.isclose(*rates):
+        say(f"changed    the learning rate of the next step, {rates[0]:.3g} -> {rates[1]:.3g}")
+    if _order(before) != _order(now):
+        say("changed    the order of the windows, which begins anew: in this epoch some come twice and some never")
     texts = [of["data_fingerprint"] for of in (checkpoint.meta, description)]
     if texts[0] != texts[1]:
         say(f"changed    the text itself {texts[0][:12]} -> {texts[1][:12]}")

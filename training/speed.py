@@ -4,7 +4,8 @@ A matrix product with a weight of P entries costs 2P FLOPs a token forward and 4
 cost 4 * num_heads * head_dim FLOPs for each (query, key) pair forward and 2.5x that backward in FlashAttention's own
 count (the scores are computed again); MFU counts the 2x that the mathematics needs, as PaLM does, for every backend
 alike. Two conventions for the pairs of a causal mask are in use and differ by 2x in the attention term:
-`causal` counts the pairs that are visible, (N + 1) / 2 a token; `full` counts all N (PaLM, appendix B; nanoGPT).
+`causal` counts the pairs that are visible, (N + 1) / 2 a token; `full` counts all N (PaLM, appendix B; nanoGPT). What
+model.mask hides, or shows beyond a window, and documents hide, is in neither.
 """
 
 import time
