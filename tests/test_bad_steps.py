@@ -23,6 +23,7 @@ from training import optimizer as optimizers
 from training.checkpoint import open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.optimizer import Optimizer
+from training.random_states import random_states
 from training.resume import refuse_unless_it_fits, settings_as_asked
 from training.stop import resume_command, shell_command
 
@@ -471,6 +472,9 @@ def test_bad_steps_in_a_row_are_counted_from_the_last_good_one():
             watching.go_on()
         counts.append((watching.in_a_row, watching.bad_steps))
     assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
+    resumed = bad_steps.NumberCheck(optimizer, cpu, lambda line: None)
+    resumed.load_state_dict(watching.state_dict())
+    assert resumed.state_dict() == watching.state_dict()
 
 
 def test_noise_is_no_spike_and_a_jump_is_one_or_two():
@@ -615,3 +619,17 @@ def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys
     assert "not finite" in capsys.readouterr().out
     assert seen
     assert learnt(tmp_path / "bad") == learnt(tmp_path / "sound")
+
+
+def test_a_diagnosis_that_memory_does_not_hold_leaves_no_gradient_to_the_next_step():
+    hardware, model = set_up(HardwareConfig(device="cpu")), torch.nn.Linear(2, 2)
+    model.blocks, model.config = torch.nn.ModuleList([torch.nn.Linear(2, 2)]), SimpleNamespace(draws=False)
+    bad = bad_steps.BadStep(1, math.nan, math.nan, random_states(), random_states())
+
+    def again(forward):
+        forward(torch.ones(2)).sum().backward()
+        raise torch.OutOfMemoryError
+
+    handler = bad_steps.BadSteps("skip", None, model, None, hardware, None, None, {}, print, None)
+    assert "memory did not suffice" in handler._diagnose(bad, model, again)["how"]
+    assert all(p.grad is None for p in model.parameters())

@@ -98,6 +98,10 @@ def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
     assert steps(tmp_path) == [15, 20, 30, 35]
     checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
     assert steps(tmp_path) == [15, 35]
+    (tmp_path / "step_000035" / checkpoints.META).write_text("")  # counts as newest
+    save(tmp_path, net, 40)
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    assert (tmp_path / "last").resolve().name == "step_000040" in {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_newest_is_the_one_written_last(tmp_path):
@@ -113,13 +117,17 @@ def test_the_newest_is_the_one_written_last(tmp_path):
     assert steps(tmp_path) == [1_000_000]
 
 
-def test_a_branch_that_was_left_is_not_the_newest(tmp_path):
+def test_a_branch_that_was_left_is_not_the_newest(tmp_path, monkeypatch):
     net = Net()
     for step in (2, 4, 6, 8):
         save(tmp_path, net, step)
     checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000008"))
     assert not (tmp_path / checkpoints.WENT_BACK).exists()
-    checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000002"))
+    with monkeypatch.context() as patch:
+        flushed = []
+        patch.setattr(checkpoints, "flush", lambda path: flushed.append(path.name))
+        checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000002"))
+        assert flushed == [checkpoints.WENT_BACK, tmp_path.name]
     for _ in range(2):  # killed before it saved, and again
         newest = checkpoints.newest_complete(tmp_path)
         assert newest.step == 2
@@ -387,7 +395,8 @@ def test_hidden_files_of_others_stay(tmp_path, linked):
         folder.symlink_to(tmp_path / "elsewhere")
     folder.mkdir(exist_ok=True)
     save(folder, Net(), 1)
-    for name in (".git", ".dvc", ".step_notes", ".last.99", ".step_000001.mine", ".step_000001"):
+    hidden = (".git", ".dvc", ".step_notes", ".last.99", ".step_000001.mine", ".step_000001", ".step_000003.99.mine")
+    for name in hidden:
         (folder / name).mkdir()
         (folder / name / "HEAD").write_text("mine")
     for name in (".gitignore", ".env", ".last", ".best.orig", ".step_000002.99"):
@@ -773,3 +782,29 @@ def test_a_folder_that_was_renamed_is_to_be_put_back(saver):
     moved.rename(saver.folder)
     save_with(saver, Net(), 3)
     saver.check()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_not_saved(saver, value):
+    net = Net()
+    net.linear.weight.data[1, 2] = value
+    saver.save(net, {}, {"step": 1}, best=False)
+    saver.wait()
+    assert saver.lines == ["not saved: step 1: linear.weight is not finite"]
+    assert steps(saver.folder) == []
+
+
+def test_a_folder_that_is_handed_on_is_on_disk_before_its_name_is(tmp_path, monkeypatch):
+    events, flush, rename = [], checkpoint_files.flush, Path.rename
+    monkeypatch.setattr(checkpoint_files, "flush", lambda path: (events.append(path.name), flush(path)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append("rename"), rename(path, to))[1])
+    with checkpoint_files.whole_folder(tmp_path / "mine") as folder:
+        (folder / "a").touch()
+    assert events == ["a", folder.name, "rename", tmp_path.name]
+
+
+@pytest.mark.parametrize("key", ["step", "save"])
+def test_a_description_without_a_count_is_refused(tmp_path, key):
+    described_anew(save(tmp_path, Net(), 1), lambda meta: meta.pop(key))
+    with pytest.raises(ValueError, match=f"checkpoint.json has no {key}; use another checkpoint"):
+        checkpoints.open_checkpoint(tmp_path / "step_000001")

@@ -211,10 +211,10 @@ def test_the_speed_of_a_run_is_the_median_and_before_its_first_record_it_has_no_
 
 def test_each_step_is_counted_at_the_rate_that_was_measured_for_it(tmp_path):
     """One without a rate, the first of a process, at that of the steps after it."""
-    rates = {1: None, 2: 10.0, 3: 20.0, 4: None, 5: 40.0}
+    rates = {1: None, 2: 10.0, 3: 20.0, 4: None, 5: 40.0, 6: None}
     lines = [{"step": step, "tokens": 20 * step, "tokens_per_second": rate} for step, rate in rates.items()]
     records = read_run(written(tmp_path / "run", lines))["records"]
-    assert [each["training_seconds"] for each in records] == [2.0, 4.0, 5.0, 5.5, 6.0]
+    assert [each["training_seconds"] for each in records] == [2.0, 4.0, 5.0, 5.5, 6.0, 6.5]
 
 
 def test_runs_are_compared_by_the_time_of_their_steps(tmp_path, capsys, drawn):
@@ -459,3 +459,11 @@ def test_a_narrow_terminal_cuts_no_figure(tmp_path, monkeypatch, capsys):
     folders = [written(tmp_path / "sweep" / str(n), RECORDS, **each) for n, each in enumerate((WIDE, DEEP))]
     compare(folders, tmp_path / "compare.png")
     assert "…" not in capsys.readouterr().out
+
+
+def test_runs_are_compared_in_the_order_in_which_they_are_typed(tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("scripts.compare.compare", lambda folders, out: seen.extend(folders) or {})
+    typed = [written(tmp_path / name, RECORDS) for name in "dfaecb"]
+    assert told("scripts.compare", [*map(str, typed)], monkeypatch, capsys).code == 0
+    assert seen == typed

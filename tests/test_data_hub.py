@@ -7,17 +7,19 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from omegaconf import OmegaConf
 
 from conf.program import register
 from conf.schema import Settings
 from data import DataConfig, Dataset, build_tokenizer, hub, open_dataset
+from data.hub import within_reach
 from data.textfiles import inspect, lines
 from data.wikitext import articles
 
@@ -380,6 +382,16 @@ def test_hub_out_of_reach_is_one_line(failure, cache, monkeypatch):
     assert not list(cache.iterdir())
 
 
+@pytest.mark.parametrize(("status", "answers"), [(401, True), (404, True), (500, False), (503, False)])
+def test_a_hub_that_fails_itself_is_out_of_reach_and_one_that_refuses_is_not(status, answers, monkeypatch):
+    class Refused(HfHubHTTPError):
+        def __init__(self):
+            self.response = SimpleNamespace(status_code=status)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: (_ for _ in ()).throw(Refused()))
+    assert within_reach("us/corpus", None) is answers
+
+
 # --- WikiText
 
 
@@ -461,3 +473,14 @@ def test_wikitext_has_its_published_articles():
     for name, count in (("valid", 60), ("test", 60)):
         path = Path(WIKITEXT) / f"wiki.{name}.tokens"
         assert sum(1 for _ in articles(lines(*inspect([path])))) == count
+
+
+def test_a_file_of_wikitexts_own_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text("".join(WIKI_LINES))
+    (file,) = inspect([path])
+    found = lines(file)
+    next(found)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ValueError, match=r"train\.txt was changed while it was read; run again"):
+        list(found)

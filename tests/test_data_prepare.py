@@ -219,6 +219,7 @@ def test_fingerprint_is_of_content(corpus, tmp_path, cache):
 
 def test_second_run_touches_nothing(corpus, cache, monkeypatch):
     first = opened(cache, str(corpus))
+    assert first.path.stat().st_mode & 0o777 == 0o755  # a cache may be shared
     before = {path: path.stat() for path in cache.rglob("*")}
     monkeypatch.setattr("data.dataset._prepare", lambda *_: pytest.fail("prepared again"))
     again = opened(cache, str(corpus), num_workers=1)
@@ -607,7 +608,7 @@ def test_unknown_tokenizer():
 
 def test_prepare_and_check(corpus, cache, capsys, monkeypatch):
     def prepare() -> Outcome:
-        arguments = ["data=text", f"data.files={corpus}", f"data.cache_dir={cache}"]
+        arguments = ["data=text", f"data.files={corpus}", f"data.cache_dir={cache}", "data.seq_len=4096"]
         return told("scripts.prepare", arguments, monkeypatch, capsys)
 
     monkeypatch.chdir(cache.parent)
@@ -620,3 +621,24 @@ def test_prepare_and_check(corpus, cache, capsys, monkeypatch):
     refused = prepare()
     assert refused.code == 2
     assert "was altered" in refused.error
+
+
+def test_a_cache_is_on_disk_before_its_name_is(corpus, cache, monkeypatch):
+    """As a checkpoint (test_checkpoint.py): after a power cut it is whole or not there."""
+    events, fsync, rename = [], os.fsync, Path.rename
+    name = lambda descriptor: Path(f"/proc/self/fd/{descriptor}").readlink().name  # noqa: E731
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append(name(descriptor)), fsync(descriptor)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append("rename"), rename(path, to))[1])
+    opened(cache, str(corpus))
+    *files, folder, renamed, above = events
+    assert sorted(files) == ["manifest.json", "train-00000.bin", "validation-00000.bin"]
+    assert folder.endswith(".tmp")
+    assert (renamed, above) == ("rename", cache.name)
+
+
+def test_files_are_read_in_the_order_in_which_they_are_named(tmp_path, cache):
+    """What is held out is the end of the last one."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    dataset = opened(cache, [str(tmp_path / "b.txt"), str(tmp_path / "a.txt")])
+    assert dataset.tokenizer.decode(dataset.validation[:].tolist()) == "a" * 20

@@ -31,6 +31,7 @@ from training.checkpoint import open_checkpoint
 from training.hardware import Hardware
 from training.lock import locked
 from training.log import ROOT
+from training.run import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -449,7 +450,8 @@ def test_the_page_and_its_json(place, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         doctor.main()
     assert stopped.value.code == doctor.FAILED
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["wrong"] == ["data"]
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["ready"], report["wrong"]) == (False, ["data"])
     assert sorted(path.name for path in place.path.iterdir()) == ["corpus.txt"]
 
 
@@ -506,3 +508,13 @@ def test_the_page_on_a_gpu(tmp_path, capsys, monkeypatch):
     assert set(report["wrong"]) <= {"versions"}
     assert report["checks"]["attention"]["facts"]["name"] == "flash"
     assert set(report["checks"]["causality"]["facts"]) == {"model", "packing", "KV cache", "paged KV cache"}
+
+
+def test_checkpoints_that_lie_there_at_once_are_counted_with_the_one_that_is_written(tmp_path):
+    for keys, count in (({}, 3), ({"steps": 100, "save_every": 10, "keep_every": 20}, 10)):
+        assert machine.disk(TrainConfig(**keys), tmp_path, parameters=1).facts["checkpoints"] == count
+
+
+def test_a_window_as_long_as_the_context_hides_nothing():
+    config = GPTConfig(2, 2, n_embd=32, attention="naive", loss="plain", window=32)
+    assert [doctor.network(config, n, vocab_size=None).fix for n in (32, 33)] == ["leave model.window out", None]

@@ -442,3 +442,10 @@ def test_a_padded_batch_in_transformers_continues_as_ours(run, exported):
     batch = transformers.AutoTokenizer.from_pretrained(exported)(texts, return_tensors="pt", padding=True)
     theirs = opened(exported, model).generate(**batch, max_new_tokens=8, do_sample=False)
     assert theirs[:, batch["input_ids"].size(1) :].tolist() == list(ours.values())
+
+
+def test_a_path_of_two_parts_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "private" / "tok").mkdir(parents=True)
+    found = [export_hf._public(name) for name in ("private/tok", "openai/gpt2", "bytes")]
+    assert found == ["tok", "openai/gpt2", "bytes"]

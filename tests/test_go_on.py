@@ -280,13 +280,15 @@ def test_settings_of_another_version_or_of_a_stranger_refer_to_nothing(here, tra
     meta = json.loads(description.read_text())
     meta["settings"]["optim"]["of_yesterday"] = 1
     meta["settings"]["logger"]["group"] = "${oc.env:HOME}"
+    meta["settings"]["profile"] = True  # it is asked for each time
     del meta["settings"]["init_from"]
     description.write_text(json.dumps(meta))
     manifest = description.parent / "manifest.json"
     monkeypatch.setattr("training.checkpoint.fingerprint", lambda path: json.loads(manifest.read_text())[path.name])
     found = train("resume=auto", "name=mine", "train.max_hours=null")
     assert found.code == 0, found.error
-    assert changes(found.out) == ["optim.of_yesterday 1 -> null", "train.max_hours 1e-9 -> null"]
+    said = ["optim.of_yesterday 1 -> null", "profile true -> false", "train.max_hours 1e-9 -> null"]
+    assert changes(found.out) == said
     assert yaml.safe_load((the_run() / "config.yaml").read_text())["logger"]["group"] == "${oc.env:HOME}"
 
 

@@ -49,7 +49,7 @@ def refused(made: Plan, **options) -> str:
 def test_what_fits_is_left_alone():
     made = plan(80)
     assert made.checked() is made
-    assert str(made).endswith("; 80.00 GiB free")
+    assert re.search(r"fullest in the \w+: .*activations \d\.\d\d.*; 80\.00 GiB free$", str(made))
 
 
 def test_what_does_not_fit_is_refused_with_the_cheapest_changes_and_their_forecasts():
@@ -221,6 +221,8 @@ def test_a_cpu_refuses_what_its_forecast_exceeds_and_advises_where_fragments_wou
     assert str(on_cpu(peak * 1.6).checked()).endswith("GiB free")
     with pytest.raises(ValueError, match=r"a shorter data\.seq_len or more memory"):
         on_cpu(on_cpu(None).least / GIB + 0.001).checked()
+    with pytest.raises(ValueError, match=r"0\.00 GiB are free on cpu"):
+        on_cpu(0).checked()
 
 
 def test_a_model_whose_weights_do_not_fit_is_refused_without_a_forecast(monkeypatch):
@@ -371,6 +373,8 @@ def test_processes_share_the_memory_of_their_host_and_the_tokens_of_a_row(monkey
     made = memory.plan(chosen, model, replace(set_up(chosen.hardware), world=world), 257, 4)
     assert (made.free, made.seq_len, made.micro_batch) == (10 * GIB, 16, 4)
     assert "varlen" in made.features
+    on_gpu = replace(set_up(chosen.hardware), device=CUDA, world=world)  # which is each process's own
+    assert memory.plan(chosen, model, on_gpu, 257, 4).free == 30 * GIB
 
 
 @pytest.mark.parametrize("value", ["few", "0", "true"])

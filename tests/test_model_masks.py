@@ -155,9 +155,9 @@ def test_documents_are_checked_before_they_go_to_the_gpu():
     right = torch.tensor([0, 3, 8], dtype=torch.int32)
     assert place_documents(right, 5, DEVICE).tolist() == [0, 3, 8]
     assert place_documents(right, 5, torch.device("meta")).device.type == "meta"  # also where it is no GPU of CUDA's
-    with pytest.raises(ValueError, match="max_seqlen_q is 4 but document 1 has 5 tokens"):
+    with pytest.raises(ValueError, match="max_seqlen is 4 but document 1 has 5 tokens"):
         place_documents(right, 4, DEVICE)
-    with pytest.raises(ValueError, match="cu_seqlens_q falls at document 1"):
+    with pytest.raises(ValueError, match="cu_seqlens falls at document 1"):
         place_documents(torch.tensor([0, 5, 4, 8], dtype=torch.int32), 8, DEVICE)
     for wrong in (right[:0], right[:1], right[None], right.long()):
         with pytest.raises(ValueError, match=r"cu_seqlens has dtype .*; expected int32 and \(documents"):

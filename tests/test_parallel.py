@@ -751,3 +751,21 @@ def test_no_other_way_to_share_is_accepted():
     }.items():
         with pytest.raises(ValueError, match=message):
             ParallelConfig(**overrides)
+
+
+def test_who_is_behind_and_goes_on_does_not_hang():
+    dog = object.__new__(Watchdog)
+    dog._world, dog._limits, dog._late = several(2), LIMITS, [(0, 0)] * 2
+    for now, furthest, behind in ((50, 9, 1), (100, 99, 2), (150, 199, 3)):
+        assert dog._hanging([[1, 5, furthest, 60.0], [1, 5, behind, 60.0]], now) is None
+    failure, silent = dog._hanging([[1, 5, 199, 60.0], [1, 5, 3, 60.0]], 211)
+    assert (failure.rank, silent) == (1, [])
+
+
+def test_weights_that_are_no_numbers_are_no_other_process_s_weights():
+    """What is done about them is train.on_nonfinite's matter."""
+    messages = several(2).messages
+    for checks in ([math.nan, math.nan], [2.0, math.nan], [math.nan, 2.0], [2.0, 2.0]):
+        assert messages.read(1, [0.0] * (2 + NUM_VOTES) + [1.0, 1.0] + checks) == []
+    with pytest.raises(ValueError, match="its weights are not those of rank 0"):
+        messages.read(1, [0.0] * (2 + NUM_VOTES) + [1.0, 1.0, 2.0, 3.0])

@@ -271,14 +271,16 @@ def go_on(stopped, *overrides):
 
 def test_changes_are_printed_and_hold(stopped, capsys):
     changed = ("optim.lr=5e-4", "optim.weight_decay=0", "train.steps=3", "logger.group=null")
+    changed += ("model.attention=naive", "model.attention_dropout=0.1")
     go_on(stopped, *changed)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
+    assert [line for line in said if "attention_dropout" in line] == ["changed    model.attention_dropout 0 -> 0.1"]
+    said = [line for line in said if "model." not in line]
     assert said == [
         "changed    optim.lr 3e-3 -> 5e-4",
         "changed    optim.weight_decay 0.1 -> 0",
         "changed    train.max_hours 1e-9 -> null",
         "changed    train.steps 11 -> 3",
-        "changed    the learning rate of the next step, 0.003 -> 0.0005",
     ]
     groups = open_checkpoint(stopped / "elsewhere").load_state()["optimizer"][0]["param_groups"]
     assert (groups[0]["peak_lr"], groups[0]["weight_decay"]) == (5e-4, 0.0)
@@ -287,7 +289,7 @@ def test_changes_are_printed_and_hold(stopped, capsys):
 def test_what_a_change_does_to_the_schedule_and_the_epoch_is_printed(stopped, capsys):
     go_on(stopped, "train.steps=300", "optim.warmup_steps=50", "train.data_seed=7", "train.max_hours=1e-9")
     said = capsys.readouterr().out
-    assert "changed    the learning rate of the next step, 0.003 -> 0.00012\n" in said
+    assert "changed    the next step's learning rate, 1 -> 0.04 of optim.lr\n" in said
     assert "changed    the order of the windows, which begins anew: in this epoch some come twice" in said
     go_on(stopped, "train.max_hours=1e-9", "train.log_every=3")
     said = capsys.readouterr().out
@@ -302,12 +304,13 @@ def test_another_commit_is_printed(stopped, capsys, monkeypatch):
     assert f"changed    the commit {then or 'unknown'} -> c0ffee\n" in capsys.readouterr().out
 
 
-def test_a_checkpoint_from_before_there_was_a_key_goes_on(stopped):
+def test_a_checkpoint_from_before_there_was_a_key_goes_on(stopped, capsys):
     """What it lacks it was trained with the default of."""
     shutil.copytree(stopped / "run", stopped / "older", symlinks=True)
     described_anew(open_checkpoint(stopped / "older").path, lambda meta: meta["settings"]["model"].pop("zero_init"))
     older = f"resume={stopped / 'older'}"
     assert go_on(stopped, "train.steps=3", older)["steps"] == 3
+    assert "changed    model.zero_init null -> false\n" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"trained with model\.zero_init=false, this run has true; use false"):
         go_on(stopped, "model.zero_init=true", older)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT, GPTConfig, attend_with, generate
-from model.generation import Continuation, Generation
+from model.generation import Continuation, Generation, Step
 from model.generation_state import IDLE, StepState
 from model.inference import decode, prefill
 from model.sampling import choose_next_token, likeliest
@@ -979,3 +979,15 @@ class TestOnTheGpu:
         )
         first = [a[:8] == b[:8] for a, b in zip(batched, found, strict=False)]
         assert sum(first) >= 10
+
+
+def test_a_context_of_one_token_goes_on_from_the_last_one():
+    model = GPT(small_gpt().config, VOCAB, 1, generator=torch.Generator().manual_seed(0)).eval()
+    assert len(text(model, [3], max_new_tokens=4, temperature=0.0)[0]) == 4
+
+
+def test_what_a_stopped_sequence_has_drawn_since_is_not_handed_over():
+    """On a GPU a step is launched before the host has seen the stop token of the one before."""
+    sequence, at_work = Continuation(0, 0, None), SimpleNamespace(stop_token=7, row_sequences=[])
+    steps = [Step([sequence], torch.tensor([token]), None) for token in (5, 7, 9)]
+    assert [Generation._arrived(at_work, step) for step in steps] == [[(0, 5)], [(0, 7)], []]

@@ -212,3 +212,10 @@ def test_a_signal_that_was_ignored_stays_so(name, monkeypatch):
             assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_a_signal_after_the_time_limit_is_the_reason():
+    stop = StopRequest(max_hours=1e-9)
+    stop.request("a step that was not finite, step 5", 65, "to go on")
+    assert stop.requested
+    assert (stop.exit_code, stop.reason) == (65, "a step that was not finite, step 5")

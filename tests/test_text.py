@@ -19,7 +19,9 @@ from data.tokenizer import build_tokenizer
 from scripts.sample import typed_prompts
 from tests.runs import small_run, told
 from train import train
+from training import evaluate
 from training.evaluate import whole_words
+from training.hardware import HardwareConfig, set_up
 from training.log import ROOT
 
 
@@ -267,7 +269,8 @@ def test_without_a_standard_input_a_document_begins(trained, monkeypatch, capsys
 def test_a_prompt_longer_than_the_context_is_said(trained, monkeypatch, capsys):
     said = "the prompt 'To be To be To be To be To be To be To b...' has 240 tokens; the model reads the last 32"
     assert said in sampled(trained, monkeypatch, capsys, f"prompt={'To be ' * 40}").error
-    assert "the model reads" not in sampled(trained, monkeypatch, capsys, "prompt=To be").error
+    for fits in ("To be", "To be " * 5 + "To"):
+        assert "the model reads" not in sampled(trained, monkeypatch, capsys, f"prompt={fits}").error
 
 
 def test_texts_side_by_side_are_those_of_one_at_a_time(trained, monkeypatch, capsys, tmp_path):
@@ -358,3 +361,10 @@ def test_a_run_samples_from_whole_words(text, words):
     # a split may begin within a character
     tokens = tokenizer.encode_ordinary(text)[1 if text.startswith("é") else 0 :]
     assert tokenizer.decode(whole_words(tokens, 32, tokenizer)) == words
+
+
+def test_a_sample_of_a_run_is_drawn_by_its_seed(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(evaluate, "generate", lambda *_, seed, **__: seeds.append(seed) or [])
+    evaluate.sample(None, [97], 2, 7, build_tokenizer("bytes"), set_up(HardwareConfig(device="cpu")))
+    assert seeds == [7]

@@ -24,6 +24,7 @@ from torch import nn
 
 from model import GPT, GPTConfig, resolve_attention
 from tests.runs import small_run
+from training import log as run_log
 from training.hardware import HardwareConfig, set_up
 from training.log import LoggerConfig, RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
@@ -521,3 +522,18 @@ def test_wandb_hears_whether_the_run_failed(tmp_path, code):
         if code:
             raise ValueError("refused")
     assert ended == [code]
+
+
+def test_a_file_of_a_run_is_on_disk_before_its_name_is(tmp_path, monkeypatch):
+    """A power cut then leaves it whole or as it was."""
+    path, flushed = tmp_path / "summary.json", []
+    monkeypatch.setattr(run_log, "flush", lambda file: flushed.append((file.read_text(), path.exists())))
+    run_log._write_whole(path, "{}")
+    assert (flushed, path.read_text()) == ([("{}", False)], "{}")
+
+
+def test_a_run_that_is_killed_while_it_is_described_has_the_mark_of_one(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(run_log, "_write_whole", lambda path, content: written.append(path.name))
+    run_log.write_description(tmp_path, {"provenance": {}, "left_open": {}, "settings": {}}, {}, {})
+    assert written == ["run.json", "config.yaml"]

@@ -1,6 +1,7 @@
 """wandb after crashes, against a server on localhost: one run, on one step axis, no step twice and none missing."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from tests.wandb_stub import WandbStub
 from train import train
 from training.log import ROOT
 from training.stop import shell_command
-from training.wandb_run import LoggerConfig, _can_write_below_home, _earlier_lives, start_wandb, wandb_mode
+from training.wandb_run import LoggerConfig, _can_write_below_home, _earlier_lives, send, start_wandb, wandb_mode
 
 REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -255,6 +256,8 @@ def test_the_run_has_the_names_that_were_chosen(tmp_path, begun, chosen, swept, 
     start_wandb(run_dir, LoggerConfig(**chosen), "offline", "", DESCRIPTION, resume=False)
     found = tuple(begun[0].options[key] for key in ("project", "entity", "name", "group"))
     assert found == tuple(text and text.format(parent=tmp_path.name) for text in expected)
+    said = begun[0].options["settings"]
+    assert (said.disable_git, said.console, said.x_disable_stats) == (True, "off", True)
 
 
 def test_a_run_that_nobody_named_has_the_environments_names(tmp_path, begun, monkeypatch):
@@ -397,3 +400,10 @@ def test_what_wandb_was_told_before_is_heard(tmp_path, monkeypatch):
     assert wandb_mode(LoggerConfig())[1].startswith("auto: http://127.0.0.1:9 does not answer")
     (tmp_path / "wandb" / "settings").write_text("no section")
     assert wandb_mode(LoggerConfig())[0] == "offline"
+
+
+def test_what_was_no_number_is_one_for_wandb():
+    """A bad step's loss is null in metrics.jsonl; wandb would leave the point out."""
+    run = Recorded(dir=Path())
+    send(run, {"step": 3, "loss": None})
+    assert math.isnan(run.rows[0]["train/loss"])

@@ -254,15 +254,15 @@ def _order(settings: Mapping[str, Any]) -> tuple:
     return tuple(map(settings.get, ("data.seq_len", "data.shift_windows", seed)))
 
 
-def _rate(settings: Mapping[str, Any], step: int) -> float | None:
-    """The learning rate of `step` (0-based) by a run's settings; past its end, that of its last step. None where an
-    earlier version's settings say none."""
+def _lr_factor(settings: Mapping[str, Any], step: int) -> float | None:
+    """`lr_factor` of `step` by a run's settings; past its end, that of its last step. None where an earlier version's
+    settings say none."""
     known, steps = {field.name for field in fields(OptimConfig)}, settings["train"]["steps"]
     try:
         config = OptimConfig(**{key: value for key, value in settings["optim"].items() if key in known})
     except (TypeError, ValueError):
         return None
-    return config.lr * lr_factor(min(step, steps - 1), steps, config)
+    return lr_factor(min(step, steps - 1), steps, config)
 
 
 def _refuse_other_losses(losses: list[Any]) -> None:
@@ -293,9 +293,9 @@ def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: C
     for key in sorted(before | now):
         if before.get(key) != now.get(key) and key != "resume":
             say(f"changed    {key} {as_typed(before.get(key))} -> {as_typed(now.get(key))}")
-    rates = [_rate(of["settings"], checkpoint.step) for of in (checkpoint.meta, description)]
-    if None not in rates and not math.isclose(*rates):
-        say(f"changed    the learning rate of the next step, {rates[0]:.3g} -> {rates[1]:.3g}")
+    factors = [_lr_factor(of["settings"], checkpoint.step) for of in (checkpoint.meta, description)]
+    if None not in factors and not math.isclose(*factors):
+        say(f"changed    the next step's learning rate, {factors[0]:.3g} -> {factors[1]:.3g} of optim.lr")
     if _order(before) != _order(now):
         say("changed    the order of the windows, which begins anew: in this epoch some come twice and some never")
     texts = [of["data_fingerprint"] for of in (checkpoint.meta, description)]
