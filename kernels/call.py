@@ -197,6 +197,8 @@ def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     """q, k, v in autocast's dtype where it is on, as in PyTorch's own attention. ValueError where one is no tensor."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
+    if (kind := q.device.type) == "meta" or not torch.is_autocast_enabled(kind):  # asked once: the host's time counts
+        return q, k, v
     return tuple(x.to(autocast_dtype(x)) for x in (q, k, v))
 
 
@@ -206,8 +208,7 @@ def canonical_window(causal: bool, window: tuple[int, int]) -> tuple[bool, int, 
         raise ValueError(f"window is {window!r}; expected two integers (left, right), -1 for no bound")
     if type(causal) is not bool and (isinstance(causal, Tensor) or causal not in (True, False)):
         raise ValueError(f"causal is {causal!r}; it must be True or False")
-    left, right = window
-    left, right = _integer("window's left bound", left), _integer("window's right bound", right)
+    left, right = _integer("window's left bound", window[0]), _integer("window's right bound", window[1])
     for name, bound in (("left", left), ("right", right)):
         if bound < -1:
             raise ValueError(f"window has {name} bound {bound}; it must be at least 0, or -1 for no bound")
