@@ -115,9 +115,11 @@ def remove_if_empty(folder: Path) -> bool:
     """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
     if folder != Path() and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
-        above = folder.parent  # nor a name without runs, nor runs without names
-        while "runs" in (above.name, above.parent.name) and not any(above.iterdir()):
-            above.rmdir()
-            above = above.parent
+        name, runs = folder.parent, folder.parent.parent
+        if runs.name == "runs" and not any(name.iterdir()):  # nor a name without runs, nor runs without names
+            name.rmdir()
+            if not any(runs.iterdir()):
+                with suppress(OSError):  # a link, or where a disk is mounted
+                    runs.rmdir()
         return True
     return not folder.exists()

@@ -360,7 +360,7 @@ def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
     for group in groups:
         name = hydra_config.runtime.choices[group]
         places = (folder / group / f"{name}.yaml" for folder in (Path(__file__).parent, *folders))
-        found = [file for file in places if file.is_file()]
+        found = list({file.resolve(): file for file in places if file.is_file()}.values())
         if len(found) > 1:
             raise ValueError(f"{group}={name} is {found[0]}, and {found[1]} would not be read; give yours another name")
         if not found:

@@ -499,12 +499,21 @@ def test_a_command_is_told_where_the_current_folder_is_gone(tmp_path, monkeypatc
     assert not folders.remove_if_empty(Path())
 
 
+def test_our_own_folder_may_be_named_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    found = told("train", [f"--config-dir={ROOT / 'conf'}", "train.steps=0"], monkeypatch, capsys)
+    assert "train.steps=0 must be at least 1" in found.error
+
+
 def test_a_refused_run_leaves_no_runs_behind(tmp_path):
     for kept, left in ((None, []), ("runs/name/other", ["other"]), ("runs/another", ["another"])):
         refused = tmp_path / "runs" / "name" / "time"
         for path in (refused, kept and tmp_path / kept):
             if path:
                 path.mkdir(parents=True)
+        (tmp_path / "runs" / "of_a_cluster" / "runs" / "name" / "time").mkdir(parents=True)
+        assert folders.remove_if_empty(tmp_path / "runs" / "of_a_cluster" / "runs" / "name" / "time")
+        (tmp_path / "runs" / "of_a_cluster").rmdir()  # where it was typed
         assert folders.remove_if_empty(refused)
         assert sorted(path.name for path in tmp_path.rglob("*") if not list(path.iterdir())) == left
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
