@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import draw_tokens
 from model.sampling import choose_next_token
@@ -147,6 +148,10 @@ def test_what_is_refused():
         draw_tokens(logits, [0.1, 0.2])
     with FakeTensorMode() as mode, pytest.raises(RuntimeError, match=r"not for torch\.compile, torch\.func or fake"):
         draw_tokens(mode.from_tensor(logits), None, temperature=0)
+    with pytest.raises(RuntimeError, match=r"not for torch\.compile, torch\.func or fake"):
+        torch.vmap(lambda x: draw_tokens(x, None, temperature=0))(logits[None])
+    with FlopCounterMode(display=False):  # which only counts
+        assert draw_tokens(logits, None, temperature=0).tolist() == [0, 0]
     with pytest.raises(ValueError, match=r"logits has shape \(2, 0\)"):
         draw_tokens(logits[:, :0], None, temperature=0)
 

@@ -7,10 +7,10 @@ interpreter, needs them.
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..call import check_tensor
 from ..device import interpreting
-from ..ops import needs_dispatcher
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FEW = 896  # the top_k up to which tokens are compared with each other: 20 to 100 us, however many rows there are
@@ -52,7 +52,8 @@ def draw_tokens(
         ValueError: another shape, dtype or device, a number that is not allowed.
         RuntimeError: a tracer or transform (torch.compile, torch.func, fake tensors), which sees no operator here.
     """
-    if needs_dispatcher(logits):
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if transformed or isinstance(logits, FakeTensor):
         raise RuntimeError("draw_tokens is not for torch.compile, torch.func or fake tensors: call it outside of them")
     for name, x in (("logits", logits), ("uniform", uniform), ("out", out)):
         if x is not None:
