@@ -131,7 +131,7 @@ def run(
         config.on_nonfinite, run_dir, model, optimizer, hardware, check, saver, description, log.say, resumed
     )
 
-    speed = Speed(model, hardware, config.batch_tokens, first_step, began, chosen.seconds_before)
+    speed = Speed(model, hardware, config.batch_tokens, first_step, began - chosen.seconds_before)
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)

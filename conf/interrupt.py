@@ -20,6 +20,7 @@ _OURS = ("__main__", "conf", "data", "kernels", "model", "scripts", "train", "tr
 
 
 def before_imports() -> None:
+    """What every program does first."""
     leave_quietly()
     need_an_environment()
 

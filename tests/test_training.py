@@ -244,7 +244,7 @@ def test_mfu_is_a_share_of_all_gpus_in_bfloat16(monkeypatch):
     monkeypatch.setattr("training.speed.time", SimpleNamespace(perf_counter=lambda: next(now)))
     gpu, model = torch.device("cuda"), GPT(GPTConfig(1, 1, n_embd=8, attention="naive", loss="plain"), 16, 4)
     two = SimpleNamespace(device=gpu, dtype=torch.bfloat16, world=SimpleNamespace(size=2), synchronize=lambda: None)
-    speed = Speed(model, two, batch_tokens=1000, step=3, began=-1.0, seconds_before=20.0)
+    speed = Speed(model, two, batch_tokens=1000, step=3, began=-21.0)
     flops, peak = model_flops(model), peak_flops(gpu, torch.bfloat16)
     assert speed.lap(5) == pytest.approx({
         "tokens_per_second": 4000, "mfu": 2000 * flops["causal"] / peak, "mfu_full": 2000 * flops["full"] / peak,

@@ -25,13 +25,11 @@ FEW_FLOPS = 1e11  # a step of so many is not slow on any CPU
 class Speed:
     """Measures a run's steps of `batch_tokens`, of all processes, without evaluation, samples, saving, compilation.
 
-    began: this process, by time.perf_counter; before it the run had taken `seconds_before`.
+    began: when the run did, by time.perf_counter: before this process by as long as those before it took.
     """
 
-    def __init__(
-        self, model: GPT, hardware: Hardware, batch_tokens: int, step: int, began: float, seconds_before: float
-    ) -> None:
-        self._hardware, self._batch_tokens, self._began = hardware, batch_tokens, began - seconds_before
+    def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, step: int, began: float) -> None:
+        self._hardware, self._batch_tokens, self._began = hardware, batch_tokens, began
         self._flops, peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
         self._peak = peak and peak * hardware.world.size
         self.restart(step)

@@ -50,12 +50,6 @@ def _check(caches: tuple, scales: tuple, places: tuple, new: tuple) -> None:
                 "and (rows or pages, Hkv, slots, D)"
             )
         _check_scale(cache, scale)
-        shapes = tuple(cache.shape[1:2]), tuple(cache.shape[:3])
-        if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) not in shapes):
-            raise ValueError(
-                f"a scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; expected {shapes[0]} or {shapes[1]} "
-                "of torch.float32"
-            )
         if torch.is_grad_enabled() and (x.requires_grad or cache.requires_grad):
             raise ValueError("new tokens ask for a gradient, and a cache's attention has none; use torch.no_grad()")
     for number in (places[0], places[2]):
@@ -92,7 +86,13 @@ def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torc
 
 
 def _check_scale(cache: Tensor, scale: Tensor | None) -> None:
-    """ValueError unless there is one where the cache has 8 bits, and only there."""
+    """ValueError unless there is one where the cache has 8 bits, and only there, fp32 and of one of two shapes."""
     if (scale is None) == (cache.dtype in EIGHT_BITS):
         has = "no scale" if scale is None else "a scale"
         raise ValueError(f"a cache of {cache.dtype} is given with {has}; one of 8 bits has a scale, others have none")
+    shapes = tuple(cache.shape[1:2]), tuple(cache.shape[:3])
+    if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) not in shapes):
+        raise ValueError(
+            f"a scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; expected {shapes[0]} or {shapes[1]} "
+            "of torch.float32"
+        )
