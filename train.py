@@ -31,15 +31,15 @@ import torch
 
 from conf.program import of_a_sweep, program
 from conf.schema import Settings
-from data import Prefetcher, TokenBatches, fixed_windows
-from model import attend_with, build_model
+from data import Prefetcher, TokenBatches
+from model import attend_with
 from model.attention import AttentionFunction
 from training import resume
 from training.bad_steps import BadSteps, NumberCheck
 from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, unigram_loss
 from training.lock import locked
-from training.log import RunLog, provenance, write_description
+from training.log import RunLog, provenance
 from training.memory import advice_when_out_of_memory
 from training.optimizer import Optimizer, lr_factor
 from training.parallel import ALONE, World
@@ -47,7 +47,7 @@ from training.profile import StepProfiler
 from training.random_states import seed_everything
 from training.rendezvous import this_world
 from training.run import Run, resolve
-from training.saver import Saver, ShardSender
+from training.saver import saver_of
 from training.shard import parallelize
 from training.speed import Speed
 from training.step import Step
@@ -93,14 +93,11 @@ def run(
 
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
-    how = {"device": hardware.device, "document_mask": settings.data.document_mask}
-    model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, **how)
+    model = chosen.build_model()
     forward = parallelize(model, hardware)  # compiled where the run is, sharded by parallel.data=shard
     optimizer = Optimizer(model, chosen.plan.optim, hardware.dtype, world)
-    state, best_loss = {}, math.inf
-    if resumed:
-        state, best_loss = resume.restore(resumed, model, optimizer, hardware.device, chosen.description)
-    elif chosen.initial:
+    state, best_loss = resume.restore(resumed, model, optimizer, hardware.device, chosen.description)
+    if chosen.initial:
         chosen.initial.load_weights(model)
     stepper = Stepper(chosen, model, forward, optimizer)
 
@@ -109,20 +106,13 @@ def run(
         dataset.train, chosen.seq_len, chosen.sequences, config.window_seed, rank=world.data_rank,
         world_size=world.data_size, shifted=settings.data.shift_windows,
     )  # fmt: skip
-    windows = fixed_windows(dataset.validation, chosen.seq_len, config.eval_windows)
-    evaluation = EvaluationSet.of(windows, dataset.tokenizer)
+    evaluation = EvaluationSet.of(dataset, chosen.seq_len, config.eval_windows)
 
     # --- what is written down: the log, the description, checkpoints
     description = chosen.description | {"provenance": provenance()}
-    log = on_first(RunLog)(
-        run_dir, settings.logger, chosen.wandb, description, first_step=first_step, steps=config.steps,
-        resume=settings.resume is not None, checkpoint=resumed,
-    )  # fmt: skip
-    saver = ShardSender(world)  # in the other processes
-    if world.is_first:
-        saver = Saver(run_dir / "checkpoints", config.keep_last, config.keep_every, log.say, world)
-    trains = first_step < config.steps
-    on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol, trains=trains)
+    log = on_first(RunLog)(run_dir, settings, chosen.wandb, description, resumed)
+    saver = saver_of(run_dir / "checkpoints", config, log.say, world)
+    log.describe(dataset.manifest, evaluation.protocol)
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
     # --- what is done about a loss or gradient that is not finite
@@ -135,7 +125,7 @@ def run(
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
-        progress = {"step": step, "seconds": speed.seconds(), "metric_lines": log.lines}
+        progress = {"step": step, "metric_lines": log.lines} | speed.progress(step)
         saver.save(model, state, progress | description, best=best)
 
     with (
@@ -180,18 +170,14 @@ def run(
             log.advance(step)
 
             # --- from here to the end of the loop the run is only observed: nothing draws from a training stream
-            if step == first_step + 1:  # it has compiled, so it is no measure
-                speed.restart(step)
             if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimizer has its state
                 log.say(f"memory     {chosen.plan.beside(held)}")
-            if profiler and profiler.step():  # it has written its report
+            if (profiler and profiler.step()) or step == first_step + 1:  # it has written its report; it has compiled
                 speed.restart(step)
 
             record, is_best = {}, False
             if config.is_logged(step):
-                record = step_record(loss, grad_norm, optimizer, check) | speed.lap(step)
-                record |= {"tokens": step * config.batch_tokens, "seconds": speed.seconds()}
-                record |= {"peak_memory_gib": hardware.peak_memory_gib()}
+                record = step_record(loss, grad_norm, optimizer, check) | speed.lap(step) | speed.progress(step)
             if config.is_due(config.eval_every, step):
                 results = stepper.evaluate(evaluation)
                 is_best = results["val_loss"] < best_loss
@@ -210,8 +196,8 @@ def run(
                 break
 
         best_loss = min(best_loss, results.get("val_loss", math.inf))
-        results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": speed.seconds()}
-        results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
+        results |= {"steps": step, "best_val_loss": best_loss, "attention": chosen.model.attention}
+        results |= speed.progress(step)
         world.take_time()  # the first process may read a large text, or wait for a slow disk
         if step >= config.steps and world.is_first:  # it reads all of the text, and a stop has little time
             results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)

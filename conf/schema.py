@@ -11,10 +11,10 @@ from data import DataConfig, check_tokenizer
 from model import GPTConfig
 from training.comparison import flat
 from training.hardware import HardwareConfig
-from training.log import LoggerConfig
 from training.optimizer import OptimConfig
 from training.parallel import ALONE, ParallelConfig
 from training.run import TrainConfig
+from training.wandb_run import LoggerConfig
 
 
 @dataclass

@@ -12,9 +12,9 @@ import pytest
 
 import train as program
 from conf.console import protect_console
-from tests.runs import SMALL, small_run
+from tests.runs import SMALL, settings, small_run
 from training.checkpoint import open_checkpoint
-from training.log import LoggerConfig, RunLog
+from training.log import RunLog
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -100,7 +100,7 @@ def test_an_interpreter_ends_with_its_own_exit_code(prints_only):
 
 def test_what_a_run_says_is_said_as_it_is(tmp_path, capsys):
     """No picture takes the place of a word between colons, in a sample or in the folder to go on with."""
-    RunLog(tmp_path, LoggerConfig(), ("disabled", ""), {}, first_step=0, steps=1).say("a :key: [bold]")
+    RunLog(tmp_path, settings(), ("disabled", ""), {}).say("a :key: [bold]")
     assert capsys.readouterr().out == "a :key: [bold]\n"
 
 
@@ -110,5 +110,5 @@ def test_a_width_of_nothing_hides_no_word(tmp_path, monkeypatch, capsys):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))  # it is replaced
     protect_console(prints_only=False)
-    RunLog(tmp_path, LoggerConfig(), ("disabled", ""), {}, first_step=0, steps=1).say("step 1")
+    RunLog(tmp_path, settings(), ("disabled", ""), {}).say("step 1")
     assert capsys.readouterr().out == "step 1\n"

@@ -19,6 +19,7 @@ from training.checkpoint import open_checkpoint
 from training.comparison import state
 from training.curves import curve, read_run
 from training.resume import best_loss_before, refuse_another_text
+from training.saver import Saver
 from training.step import Step
 
 # 36 windows and 4 a step: the first epoch ends exactly after step 9. Two micro-batches a step, dropout on; metrics,
@@ -238,7 +239,7 @@ def test_speed_is_measured_without_the_first_step_of_a_life_and_what_is_between_
     monkeypatch.setattr(program.Stepper, "evaluate", lambda self, windows: dict(measured))
     slow(program.Stepper, "evaluate")
     slow(program.Stepper, "sample")
-    slow(program.Saver, "save")
+    slow(Saver, "save")
     run, story = tmp_path / "run", ("train.log_every=8", "train.batch_tokens=256", "train.sample_tokens=1")
     for steps in (8, 16):
         between = ("train.eval_every=3", "train.save_every=4", "train.sample_every=5", "resume=auto")

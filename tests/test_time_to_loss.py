@@ -251,12 +251,10 @@ def test_seconds_of_an_opponent_are_those_of_all_its_steps(small, monkeypatch, l
     monkeypatch.setattr(time_to_loss, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(time_to_loss, "train_opponent", training)
     monkeypatch.setattr(time_to_loss, "evaluate", evaluated)
-    monkeypatch.setattr(time_to_loss, "fixed_windows", lambda *_: None)
     monkeypatch.setattr(time_to_loss.EvaluationSet, "of", lambda *_: None)
     small.bench.target = None
     hardware = SimpleNamespace(synchronize=lambda: None)
-    dataset = SimpleNamespace(validation=None, tokenizer=None)
-    run = SimpleNamespace(hardware=hardware, dataset=dataset, seq_len=32)
+    run = SimpleNamespace(hardware=hardware, dataset=None, seq_len=32)
     curve = time_to_loss.curve_of_opponent(small, run, small.nanogpt, 0.1, 0)
     assert len(curve) == evaluations
     for number, (tokens, seconds, _) in enumerate(curve, 1):  # every second step of ours has as many tokens as 4

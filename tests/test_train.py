@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,8 +103,9 @@ def test_the_best_is_that_of_all_evaluations_and_not_of_the_last_two(tmp_path, m
 
 def test_the_end_of_a_document_is_no_text(tmp_path):
     """Else bits per byte of many short documents would be far too few."""
-    bytes_, tokens = build_tokenizer("bytes"), torch.tensor([[97, 256, 98, 256]])
-    windows = EvaluationSet.of((tokens, tokens), bytes_)
+    bytes_, tokens = build_tokenizer("bytes"), np.array([0, 97, 256, 98, 256], dtype=np.uint16)
+    dataset = SimpleNamespace(validation=tokens, tokenizer=bytes_)
+    windows = EvaluationSet.of(dataset, 4, 1)
     assert windows.bytes == 2
     assert windows.metrics(math.log(8)) == pytest.approx(  # 4 tokens of 3 bits for 2 bytes
         {"val_loss": math.log(8), "val_perplexity": 8.0, "val_bits_per_byte": 6.0}

@@ -23,10 +23,10 @@ from rich.console import Console
 from torch import nn
 
 from model import GPT, GPTConfig, resolve_attention
-from tests.runs import small_run
+from tests.runs import settings, small_run
 from training import log as run_log
 from training.hardware import HardwareConfig, set_up
-from training.log import LoggerConfig, RunLog
+from training.log import RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.random_states import random_states, restore_random_states
 from training.run import resolve
@@ -244,12 +244,14 @@ def test_mfu_is_a_share_of_all_gpus_in_bfloat16(monkeypatch):
     monkeypatch.setattr("training.speed.time", SimpleNamespace(perf_counter=lambda: next(now)))
     gpu, model = torch.device("cuda"), GPT(GPTConfig(1, 1, n_embd=8, attention="naive", loss="plain"), 16, 4)
     two = SimpleNamespace(device=gpu, dtype=torch.bfloat16, world=SimpleNamespace(size=2), synchronize=lambda: None)
+    two.peak_memory_gib = lambda: 9.5
     speed = Speed(model, two, batch_tokens=1000, step=3, began=-21.0)
     flops, peak = model_flops(model), peak_flops(gpu, torch.bfloat16)
     assert speed.lap(5) == pytest.approx({
         "tokens_per_second": 4000, "mfu": 2000 * flops["causal"] / peak, "mfu_full": 2000 * flops["full"] / peak,
+        "peak_memory_gib": 9.5,
     })  # fmt: skip
-    assert speed.seconds() == 28
+    assert speed.progress(5) == {"tokens": 5000, "seconds": 28}
     assert peak_flops(gpu, torch.float32) is peak_flops(torch.device("cpu"), torch.bfloat16) is None
     for name in ("Tesla T4", "Some future GPU"):  # without bfloat16, and not known
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
@@ -353,8 +355,15 @@ def test_a_cpu_defaults_to_what_it_has_units_for_and_to_eager(monkeypatch):
 # --- the log
 
 
-def log(tmp_path, **kwargs):
-    return RunLog(tmp_path, LoggerConfig(), ("disabled", ""), {}, **({"first_step": 0, "steps": 9} | kwargs))
+def log(tmp_path, *, steps=9, first_step=0):
+    """Of a new run, or of one that resumes the folder's checkpoint of `first_step`."""
+    chosen, checkpoint = settings(f"train.steps={steps}", "logger.wandb=disabled"), None
+    if first_step:
+        path = tmp_path / "checkpoints" / f"step_{first_step:06d}"
+        path.mkdir(parents=True, exist_ok=True)
+        checkpoint = SimpleNamespace(step=first_step, path=path.resolve(), meta={"metric_lines": first_step})
+        chosen.resume = str(path)
+    return RunLog(tmp_path, chosen, ("disabled", ""), {"settings": {"resume": chosen.resume}}, checkpoint)
 
 
 def records(tmp_path):
@@ -388,7 +397,7 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # all that a machine which lost power got to write
     (tmp_path / "run.json").touch()  # the folder is a run's
-    with log(tmp_path, first_step=2, resume=True) as opened:
+    with log(tmp_path, first_step=2) as opened:
         opened.metrics(3, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
 
@@ -400,7 +409,7 @@ def test_until_the_first_new_line_nothing_is_dropped(tmp_path, monkeypatch):
             opened.metrics(step, {"loss": float(step)})
     (tmp_path / "run.json").touch()  # the folder is a run's
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="refused"), log(tmp_path, first_step=1, resume=True):
+    with pytest.raises(ValueError, match="refused"), log(tmp_path, first_step=1):
         raise ValueError("refused")
 
     def refuse(*_, **__):
@@ -409,9 +418,9 @@ def test_until_the_first_new_line_nothing_is_dropped(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("training.log.start_wandb", refuse)
         with pytest.raises(ValueError, match="does not start"):
-            log(tmp_path, first_step=1, resume=True)
+            log(tmp_path, first_step=1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    with log(tmp_path, first_step=1, resume=True) as opened:
+    with log(tmp_path, first_step=1) as opened:
         opened.metrics(2, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 9.0)]
     assert not (tmp_path / "metrics.tmp").exists()
@@ -429,7 +438,7 @@ def test_a_file_that_cannot_be_opened_for_a_moment_keeps_its_lines(tmp_path, mon
             raise OSError(errno.EIO, "no answer", str(path))
         return real(path, mode, *args, **kwargs)
 
-    with log(tmp_path, first_step=1, resume=True) as opened:
+    with log(tmp_path, first_step=1) as opened:
         with monkeypatch.context() as patch:
             patch.setattr(Path, "open", open_file)
             opened.metrics(2, {"loss": 2.0})
@@ -533,7 +542,7 @@ def test_a_file_of_a_run_is_on_disk_before_its_name_is(tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_killed_while_it_is_described_has_the_mark_of_one(tmp_path, monkeypatch):
-    written = []
+    written, description = [], {"provenance": {}, "left_open": {}, "settings": {}}
     monkeypatch.setattr(run_log, "_write_whole", lambda path, content: written.append(path.name))
-    run_log.write_description(tmp_path, {"provenance": {}, "left_open": {}, "settings": {}}, {}, {})
+    RunLog(tmp_path, settings(), ("disabled", ""), description).describe({}, {})
     assert written == ["run.json", "config.yaml"]

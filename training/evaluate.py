@@ -13,7 +13,7 @@ import tiktoken
 import torch
 from torch import nn
 
-from data import Dataset, document_starts
+from data import Dataset, document_starts, fixed_windows
 from model import GPT, generate
 from model.sampling import marked
 from training.hardware import Hardware
@@ -32,8 +32,10 @@ class EvaluationSet:
     bytes: int
 
     @classmethod
-    def of(cls, windows: tuple[torch.Tensor, torch.Tensor], tokenizer: tiktoken.Encoding) -> "EvaluationSet":
-        inputs, targets = windows
+    def of(cls, dataset: Dataset, seq_len: int, windows: int) -> "EvaluationSet":
+        """`fixed_windows` of the dataset's validation split."""
+        inputs, targets = fixed_windows(dataset.validation, seq_len, windows)
+        tokenizer = dataset.tokenizer
         end_of_text = tokenizer.eot_token  # which is no text
         texts = ([token for token in row if token != end_of_text] for row in targets.tolist())
         return cls(inputs, targets, sum(len(tokenizer.decode_bytes(text)) for text in texts))

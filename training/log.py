@@ -30,7 +30,7 @@ from training.comparison import forked_from
 from training.curves import LossPicture
 from training.saver import EXIT_UNSAVED
 from training.stop import StopRequest, resume_command
-from training.wandb_run import LoggerConfig, brief, named, send, start_wandb
+from training.wandb_run import brief, named, send, start_wandb
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb")
@@ -59,26 +59,22 @@ REPLACED = ("config.yaml", "run.json", "summary.json", "loss.png")
 class RunLog:
     """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar.
 
+    settings: of the run; only where they resume one may the folder hold a run.
     wandb: its mode and why (`wandb_mode`).
     description: of the run, as its checkpoints have it (`Run.description`), with its provenance.
-    first_step: steps already done.
-    steps: steps of the whole run.
-    resume: whether the run is resumed; only then may the folder hold a run.
     checkpoint: where it resumes, if there is one.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        config: LoggerConfig,
+        settings: Any,
         wandb: tuple[str, str],
         description: Mapping[str, Any],
-        *,
-        first_step: int,
-        steps: int,
-        resume: bool = False,
         checkpoint: Checkpoint | None = None,
     ):
+        resume, steps = settings.resume is not None, settings.train.steps
+        first_step = checkpoint.step if checkpoint else 0
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False, markup=False, emoji=False)  # [key] and :key: in a sample are text
@@ -97,10 +93,10 @@ class RunLog:
                     "go on with the run that wrote it (resume=auto)"
                 )
         self.picture = LossPicture(run_dir, self.say)
-        self._first_step, self._steps = first_step, steps
+        self._description, self._first_step, self._steps = description, first_step, steps
         self._paced_from: tuple[int, float] | None = None  # step and time of the first line, which compiled
         self._wandb, self.wandb_note, self._sent = start_wandb(
-            run_dir, config, *wandb, description, resume=resume, recorded=self._file.last
+            run_dir, settings.logger, *wandb, description, resume=resume, recorded=self._file.last
         )
         self._send(*self._file.before())  # what a killed process had not sent
         # an invisible bar would still lock, copy and time itself at every step
@@ -124,6 +120,19 @@ class RunLog:
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
+
+    def describe(self, manifest: Mapping[str, Any], protocol: Mapping[str, int]) -> None:
+        """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data by its `manifest`,
+        evaluation by its `protocol`). Where no step is to come the settings of before stay."""
+        known = {key: self._description[key] for key in ("provenance", "left_open")}
+        known |= {"data": manifest, "evaluation": protocol}
+        contents = {  # in this order: run.json alone marks a run that was killed here
+            "run.json": json.dumps(known, indent=2) + "\n",
+            "config.yaml": yaml.safe_dump(self._description["settings"], sort_keys=False),
+        }
+        for name, content in contents.items():  # a run that was killed before its first checkpoint resumes from them
+            if self._first_step < self._steps or name == "run.json" or not (self.run_dir / name).exists():
+                _write_whole(self.run_dir / name, content)
 
     def advance(self, step: int) -> None:
         """Move the bar to `step` steps done; nothing where there is no terminal to show one."""
@@ -336,19 +345,6 @@ def provenance() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cpu_threads": torch.get_num_threads(),
     }
-
-
-def write_description(run_dir: Path, description: dict, manifest: dict, protocol: dict, *, trains: bool = True) -> None:
-    """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation), of a
-    `description` as `RunLog` takes it. Where no step is to come (`trains`) the settings of before stay."""
-    known = {key: description[key] for key in ("provenance", "left_open")} | {"data": manifest, "evaluation": protocol}
-    contents = {  # in this order: run.json alone marks a run that was killed here
-        "run.json": json.dumps(known, indent=2) + "\n",
-        "config.yaml": yaml.safe_dump(description["settings"], sort_keys=False),
-    }
-    for name, content in contents.items():  # a run that was killed before its first checkpoint resumes from them
-        if trains or name == "run.json" or not (run_dir / name).exists():
-            _write_whole(run_dir / name, content)
 
 
 def _write_whole(path: Path, content: str) -> None:

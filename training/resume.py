@@ -227,13 +227,19 @@ def state_of(optimizer: Optimizer, check: NumberCheck, best_loss: float, device:
 
 
 def restore(
-    checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: torch.device, description: Mapping[str, Any]
+    checkpoint: Checkpoint | None,
+    model: GPT,
+    optimizer: Optimizer,
+    device: torch.device,
+    description: Mapping[str, Any],
 ) -> tuple[dict[str, Any], float]:
     """Load `checkpoint` into model, optimizer and random streams; returns its whole state, and the best validation loss
-    before it that counts in the run of this `description`.
+    before it that counts in the run of this `description`. Of a new run, with no checkpoint: ({}, inf).
 
     ValueError names what the checkpoint lacks, or what does not fit.
     """
+    if checkpoint is None:
+        return {}, math.inf
     checkpoint.load_weights(model)
     state = checkpoint.load_state()
     checkpoint.require(NEEDED_STATE, state, STATE)

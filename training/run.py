@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from data import Dataset, open_dataset, tokenizer_state
-from model import GPT, GPTConfig, resolve_model
+from model import GPT, GPTConfig, build_model, resolve_model
 from training import memory, resume
 from training.bad_steps import POLICIES
 from training.checkpoint import Checkpoint, open_checkpoint
@@ -126,6 +128,11 @@ class Run:
     def seconds_before(self) -> float:
         """That those steps took."""
         return self.resumed.meta["seconds"] if self.resumed else 0.0
+
+    def build_model(self) -> nn.Module:
+        """The network, with initial weights from PyTorch's random stream."""
+        how = {"device": self.hardware.device, "document_mask": self.settings["data"]["document_mask"]}
+        return build_model(self.model, self.vocab_size, self.seq_len, **how)
 
     def first_lines(self, model: GPT, run_dir: Path) -> list[str]:
         """What a run prints before its first step: what will run, and why."""

@@ -39,19 +39,22 @@ class Speed:
         self._hardware.synchronize()
         self._since, self._from_step = time.perf_counter(), step
 
-    def seconds(self) -> float:
-        """Of the run until now, whatever it did, in the processes before this one too."""
-        return time.perf_counter() - self._began
+    def progress(self, step: int) -> dict[str, float]:
+        """How far the run is after `step` steps: tokens, and seconds, whatever it did, in the processes before this one
+        too."""
+        return {"tokens": step * self._batch_tokens, "seconds": time.perf_counter() - self._began}
 
-    def lap(self, step: int) -> dict[str, float]:
-        """What `RunLog.metrics` records of the steps since `restart` or the last lap; empty where there is none."""
+    def lap(self, step: int) -> dict[str, float | None]:
+        """What `RunLog.metrics` records of the steps since `restart` or the last lap, where there are any, and the peak
+        of memory."""
         steps, since = step - self._from_step, self._since
         self.restart(step)
+        held = {"peak_memory_gib": self._hardware.peak_memory_gib()}
         if not steps:
-            return {}
+            return held
         rate = self._batch_tokens * steps / (self._since - since)
         causal, full = (mfu(self._flops[pairs], rate, self._peak) for pairs in ("causal", "full"))
-        return {"tokens_per_second": rate, "mfu": causal, "mfu_full": full}
+        return {"tokens_per_second": rate, "mfu": causal, "mfu_full": full} | held
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

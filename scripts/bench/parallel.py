@@ -32,7 +32,6 @@ from torch import Tensor
 from conf.program import program
 from conf.schema import Settings
 from data import Batch
-from model import build_model
 from scripts.bench.clock import Mark, free, laps
 from scripts.bench.processes import Host, on_each_gpu
 from scripts.bench.report import Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu
@@ -109,7 +108,7 @@ class Network:
 
     def __init__(self, chosen: Run) -> None:
         torch.manual_seed(chosen.settings["train"]["seed"])
-        self.model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=chosen.hardware.device)
+        self.model = chosen.build_model()
         self.forward = parallelize(self.model, chosen.hardware)
         self._first = [local_shard(p).detach().to("cpu", copy=True) for p in self.model.parameters()]
 

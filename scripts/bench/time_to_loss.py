@@ -30,7 +30,6 @@ import torch
 
 from conf.program import changed, program
 from conf.schema import Settings
-from data import fixed_windows
 from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, train_opponent
 from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_out_of_range, refuse_unknown, table
 from scripts.variants import refuse_to_resume, train_aside
@@ -142,8 +141,7 @@ def curve_of_opponent(settings: TimeToLossSettings, chosen: Run, config: Opponen
     """Train an opponent until it is at the target or overfits, at most to the end of its schedule."""
     torch.compiler.reset()
     hardware, dataset = chosen.hardware, chosen.dataset
-    windows = fixed_windows(dataset.validation, chosen.seq_len, settings.train.eval_windows)
-    held_out = EvaluationSet.of(windows, dataset.tokenizer)
+    held_out = EvaluationSet.of(dataset, chosen.seq_len, settings.train.eval_windows)
     every = max(2, round(settings.bench.every * settings.train.batch_tokens / config.batch_tokens))
     curve: Curve = []
     since, from_step, seconds = 0.0, 0, 0.0
