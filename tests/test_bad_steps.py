@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-import train as program
 from kernels import naive_attention
+from model import build_model
 from scripts import replay
 from tests.runs import contents, digest, metrics, replaced, small_run
 from train import train
@@ -149,8 +149,8 @@ def test_rollback_takes_the_weights_of_the_checkpoint_and_new_batches(tmp_path, 
         checkpoint.load_weights(models[-1])
         optimizer.load_state_dict(checkpoint.load_state())
 
-    models, real = [], program.build_model
-    monkeypatch.setattr(program, "build_model", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
+    models, real = [], build_model
+    monkeypatch.setattr("training.run.build_model", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
     at_step(BAD, load, monkeypatch)
     train(small_run(tmp_path, *STORY), tmp_path / "sound")
     assert learnt(run_dir) == learnt(tmp_path / "sound")
@@ -218,8 +218,8 @@ def test_a_compiled_run_is_diagnosed_module_by_module(tmp_path, monkeypatch, cap
 
 def flip(monkeypatch, name, step):
     """Damage a weight before that step, as a flipped bit would."""
-    models, real, real_step, steps = [], program.build_model, stepper.training_step, iter(range(1, 1000))
-    monkeypatch.setattr(program, "build_model", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
+    models, real, real_step, steps = [], build_model, stepper.training_step, iter(range(1, 1000))
+    monkeypatch.setattr("training.run.build_model", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
 
     def damaged(*arguments, **options):
         if next(steps) == step:

@@ -321,7 +321,7 @@ def test_a_run_that_is_really_starved_ends_with_advice(tmp_path, quick_python):
 
 def test_memory_that_ends_while_the_model_is_built_ends_with_advice(tmp_path, monkeypatch):
     """With the allocator's own error."""
-    monkeypatch.setattr(training, "build_model", lambda *_, **__: torch.empty(2**52))
+    monkeypatch.setattr("training.run.build_model", lambda *_, **__: torch.empty(2**52))
     with pytest.raises(ValueError, match=r"cpu is out of memory, with train\.micro_batch=8, a forecast of 0\.00 GiB"):
         training.train(small_run(tmp_path, "train.steps=2"), tmp_path / "run")
 

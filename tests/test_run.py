@@ -71,7 +71,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written_or_allocated(tmp_p
     for name in ("WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(program, "build_model", lambda *_, **__: pytest.fail("allocated"))
+    monkeypatch.setattr("training.run.build_model", lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(ValueError, match=message):
         train(small_run(tmp_path, *overrides), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -82,7 +82,7 @@ def test_the_memory_that_is_short_is_said_before_the_model_is_built(tmp_path, mo
         raise ValueError("train.micro_batch=8 needs 3.00 GiB and 1.00 GiB are free; use 2")
 
     monkeypatch.setattr(memory, "plan", short)
-    monkeypatch.setattr(program, "build_model", lambda *_, **__: pytest.fail("allocated"))
+    monkeypatch.setattr("training.run.build_model", lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(ValueError, match=r"needs 3\.00 GiB"):
         train(small_run(tmp_path), tmp_path / "run")
 
