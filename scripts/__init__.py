@@ -5,7 +5,7 @@ from pathlib import Path
 
 from conf.interrupt import before_imports
 
-if sys.argv[:1] == ["-m"]:  # Python looks for a module of ours to run, and sets the first argument once it has it
+if sys.argv[:1] == ["-m"]:  # what argv[0] is while `python -m` still looks for the module to run
     before_imports()
     asked = sys.orig_argv[-len(sys.argv)].rpartition("scripts.")[2]
     file = Path(__file__).parent / (asked.replace(".", "/") + ".py")

@@ -1,12 +1,13 @@
-"""Who sees whom: a probe of masks and positions, on a small model with the run's own kind of attention.
+"""Which token sees which: a probe of masks and positions, on a small model with the run's own kind of attention.
 
 Four parts, each a way in which a GPT is called: `model` (a plain forward), `packing` (documents end to end), `KV cache`
 and `paged KV cache` (a prompt in pieces, then token by token). In each
-  - one token is changed, and exactly the logits may move that are behind it, in its document, within its window;
-  - attention's own matrix is read, with one-hot values in place of V, and must be positive exactly where the mask is;
+  - one token is changed: its own logits and those of later tokens in its document, within reach of its window, must
+    change, and no others;
+  - the attention matrix is read by passing one-hot values as V, and must be positive exactly where the mask is true;
   - every document must have the logits that a plain forward of it alone gives.
-Rotary positions are relative, so a document whose positions go on from the one before has the right logits all the
-same, until the table ends. The last check therefore runs with tables that tell absolute positions.
+Rotary positions are relative, so a document whose positions continue from the previous one still has the right logits,
+until the table ends. The last check therefore uses tables in which absolute positions matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,20 +31,21 @@ END_OF_TEXT = 0
 STARTS = ((0, 7, 8, 20), (0, 13))  # of documents in two rows; one has a single token
 CHANGED = (0, 1, 7, 8, 13, 22, 23)  # tokens of a row that are changed one at a time: ends and both sides of a border
 PIECES = (5, 3, 1, 1, 13, 1)  # how the cache is filled
-# how far logits of the same tokens may be apart: sums in another order are far less, wrong positions far more
+# largest difference allowed between logits of the same tokens: another order of summation gives far less, wrong
+# positions far more
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
 
 Run = Callable[[Tensor], Tensor]
 
 
 def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
-    """The first fault of each part, in a sentence, or None.
+    """Return the first fault of each part as a sentence, or None.
 
-    config: the run's, with attention resolved. Where that refuses documents, packing is probed with the attention that
-    `auto` would take for them, which the part's name then says.
+    config: the run's, with attention resolved. Where that attention does not support documents, packing is probed with
+    the one that `auto` would choose for them, and the part's name includes it.
     """
     parts = {"model": (_plain, config)}
-    if config.mask is None:  # a mask takes neither documents nor a cache
+    if config.mask is None:  # a mask supports neither documents nor a cache
         packing, features = config, config.attention_features(document_mask=True)
         if why_not(config.attention, hardware.dtype, features):
             automatic = replace(config, attention="auto")
@@ -73,12 +75,12 @@ def _small_model(config: GPTConfig, hardware: Hardware) -> GPT:
         mask = f"{pattern}:{min(number, 5)}"
     small = replace(
         config, **sizes, mlp_hidden=64, window=window, mask=mask, loss="plain", activation_checkpointing="none",
-        zero_init=False,  # of blocks that are the identity no token moves another's logits
+        zero_init=False,  # with blocks that are the identity no token changes another's logits
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     model = GPT(small, VOCAB, SEQ_LEN, device=hardware.device, generator=generator)
     for weight in model.parameters():
-        weight.data *= 5  # fresh weights hardly attend: every token would see a mean
+        weight.data *= 5  # with fresh weights attention is almost uniform: every token would see a mean
     return model.eval()
 
 
@@ -88,7 +90,7 @@ def _plain(model: GPT, hardware: Hardware) -> Iterator[str]:
 
 
 def _packing(model: GPT, hardware: Hardware) -> Iterator[str]:
-    """Two rows of documents, as the data room hands them to the model."""
+    """Two rows of packed documents, as the training step passes them to the model."""
     tokens = _tokens(len(STARTS), hardware.device)
     for row, starts in enumerate(STARTS):
         tokens[row, list(starts[1:])] = END_OF_TEXT
@@ -103,12 +105,12 @@ def _cache(model: GPT, hardware: Hardware) -> Iterator[str]:
 
 
 def _pages(model: GPT, hardware: Hardware) -> Iterator[str]:
-    """The same in pages whose order is not that of their numbers."""
+    """The same with a paged cache whose pages are not in the order of their numbers."""
 
     def cache() -> PagedKVCache:
         pages = model.make_cache(2, page=16)
         pages.allocate(0)
-        pages.extend([0], 1)  # has the first page until row 1 has taken the second
+        pages.extend([0], 1)  # row 0 holds the first page until row 1 holds the second
         return pages
 
     return _cached(model, hardware, cache, row=1)
@@ -134,9 +136,9 @@ def _cached(model: GPT, hardware: Hardware, make: Callable[[], KVCache], row: in
 def _faults(
     model: GPT, hardware: Hardware, run: Run, tokens: Tensor, starts: Sequence[int] = (0,), pieces: Sequence[int] = ()
 ) -> Iterator[str]:
-    """What is wrong with `run`, which turns tokens (rows, SEQ_LEN) into the logits (N, V) of all rows.
+    """Yield what is wrong with `run`, which maps tokens (rows, SEQ_LEN) to the logits (N, V) of all rows.
 
-    starts: of the documents. pieces: tokens of each call of a layer; none: all in one.
+    starts: the first token of each document. pieces: the number of tokens in each call of a layer; empty: one call.
     """
     number = torch.arange(tokens.numel())
     document_of = torch.bucketize(number, torch.tensor(starts), right=True)
@@ -188,7 +190,7 @@ def _wrong_attention(model: GPT, call: Callable[[], Tensor], expected: list[Tens
 
 
 def _wrong_moves(run: Run, tokens: Tensor, moves: Tensor) -> Iterator[str]:
-    """Change one token after another and compare which logits move; moves[i, j]: those of token i with token j."""
+    """Change one token at a time and compare which logits change; moves[i, j]: those of token i change with token j."""
     usual = run(tokens)
     for place in (row * SEQ_LEN + place for row in range(len(tokens)) for place in CHANGED):
         changed = tokens.clone().flatten()
@@ -201,9 +203,9 @@ def _wrong_moves(run: Run, tokens: Tensor, moves: Tensor) -> Iterator[str]:
 
 @contextmanager
 def _absolute_positions(model: GPT) -> Iterator[None]:
-    """Tables that scale q and k by their position, where rotary ones turn them: logits then tell positions apart."""
+    """Tables that scale q and k by a factor of their position in place of rotating them: logits then depend on it."""
     cos, sin = model.cos, model.sin
-    # without order: neighbours are as unlike as any two, so that one place off shows
+    # random, so that neighbours differ as much as any two positions: an offset of one shows
     scale = 0.5 + 2 * torch.rand(len(cos), generator=torch.Generator().manual_seed(2)).to(cos)
     model.cos, model.sin = scale[:, None, None].expand_as(cos).contiguous(), torch.zeros_like(sin)
     try:

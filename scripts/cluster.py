@@ -13,7 +13,7 @@ from training.hardware import Hardware
 from training.rendezvous import check_address, number_in, ranks
 
 Environment = Mapping[str, str]
-PATIENCE = timedelta(seconds=60)  # of a process until the others have imported PyTorch, and for the network itself
+PATIENCE = timedelta(seconds=60)  # for the other processes to import PyTorch, and for the network itself
 
 
 def launch(environment: Environment = os.environ) -> Finding:
@@ -31,17 +31,17 @@ def launch(environment: Environment = os.environ) -> Finding:
 
 
 def fault(environment: Environment) -> Finding | None:
-    """The first thing that is wrong with how they were started, or None."""
+    """Return the first thing that is wrong with how the processes were started, or None."""
     job = environment.get("SLURM_JOB_ID")
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
-    # that srun started together with this process; SLURM_NTASKS says how many the job has room for
+    # tasks and nodes of the srun step that started this process; SLURM_NTASKS is the number that the job has room for
     names = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NTASKS"
     tasks, nodes, room = (number_in(environment, name) for name in names)
     address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT")
     if by_torchrun and tasks > nodes:
         says = f"srun started {tasks} tasks, and each is a torchrun that starts processes of its own"
         return Finding(says, "srun python train.py without torchrun, as scripts/train.sbatch does", wrong=True)
-    if by_torchrun and job:  # it would train
+    if by_torchrun and job:  # not wrong: it would train
         says = "torchrun dies of SIGUSR1, which SLURM sends before a time limit: nothing would be saved then"
         return Finding(says, "sbatch scripts/train.sbatch: srun starts one task a GPU")
     if job and room > 1 and tasks == 1 and "WORLD_SIZE" not in environment:
@@ -57,13 +57,13 @@ def fault(environment: Environment) -> Finding | None:
 
 
 def network(hardware: Hardware) -> Finding:
-    """Meet the other processes, which call this too, and add up a number of each: by NCCL on GPUs, else by gloo."""
+    """All-reduce one number with the other processes, which call this too: over NCCL on GPUs, else over gloo."""
     rank, size, local_rank = ranks()
     check_address(size)
     backend, device = "gloo", hardware.device
     if device.type == "cuda":
         backend, device = "nccl", torch.device("cuda", local_rank % torch.cuda.device_count())
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # what takes too long raises here, and does not end the process
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a timeout raises here and does not end the process
     try:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=PATIENCE)
         number = torch.ones(1, device=device)

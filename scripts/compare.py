@@ -1,10 +1,10 @@
-"""Runs over each other: `python -m scripts.compare RUN [RUN ...] [out=FILE.png]`.
+"""Compare runs in one picture and table: `python -m scripts.compare RUN [RUN ...] [out=FILE.png]`.
 
-A RUN is the folder of a run, finished, under way or killed, or of a sweep or a name, which stands for its runs. Only
-`metrics.jsonl`, `summary.json` and `config.yaml` are read. The picture has training and validation loss against steps,
-tokens and the time of the training steps, without start-up, compilation, evaluation and saving; the table has the
-training loss where all runs have come equally far by each of the three, and where each is now. The last line is one
-JSON object.
+A RUN is the folder of a run (finished, running or killed), or a folder of a sweep or a name, which stands for all runs
+in it. Only `metrics.jsonl`, `summary.json` and `config.yaml` are read. The picture has training and validation loss
+against steps, tokens and the time of the training steps, without start-up, compilation, evaluation and saving. The
+table has each run's training loss at the last point that all runs have reached, by each of these three measures, and
+where each run is now. The last line is one JSON object.
 """
 
 import json

@@ -1,14 +1,14 @@
 """One page before a run: `python -m scripts.doctor` with the arguments that `train.py` will get.
 
-Looks at the machine, tests the kernels in every dtype and who sees whom, and asks every question that a start asks
-(training/run.py), where a refusal does not end the page. Every finding that needs one has a fix: a value to set, a
-command to type. A wrong configuration ends as it does for train.py, in one line. Nothing is trained, tokenized or
-written.
+Inspects the machine, tests the kernels in every dtype and which token sees which, and makes every check that a run
+makes at its start (training/run.py); a failed check does not end the page. Every finding that needs one has a fix: a
+value to set, a command to type. A wrong configuration ends the program in one line, as it does train.py. Nothing is
+trained, tokenized or written.
 
-Exit code 1 where something must be mended before the run, else 0. The last line is one JSON object.
+Exit code 1 where something must be fixed before the run, else 0. The last line is one JSON object.
 
-In a SLURM job `srun python -m scripts.doctor` with the same arguments finds what is wrong with the job, or between its
-processes, of which the first prints the page. Without a GPU the kernels run in Triton's interpreter, on a tiny call.
+In a SLURM job `srun python -m scripts.doctor` with the same arguments finds what is wrong with the job or between its
+processes; the first of them prints the page. Without a GPU the kernels run in Triton's interpreter, on a tiny call.
 """
 
 import json
@@ -46,13 +46,13 @@ from training.speed import SLOW_STEP_SECONDS, slow_on_a_cpu
 from training.wandb_run import wandb_mode
 
 FAILED = 1  # exit code
-USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run's attention is another
+USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run does not use flash attention
 
 
 @program("config", Settings, experiment="quickstart", run_dir=".", alone=False)
 def main(settings: Settings, run_dir: Path) -> None:
     began = time.perf_counter()
-    if ranks()[0] > 0:  # the first of several processes asks, and only has to meet the others
+    if ranks()[0] > 0:  # the first process makes the checks; the others only have to meet it
         if cluster.launch().value:
             cluster.network(choose_hardware(settings.hardware))
         return
@@ -67,10 +67,10 @@ def main(settings: Settings, run_dir: Path) -> None:
 
 
 class Page(dict[str, Finding]):
-    """Findings by name, in the order in which they were asked for."""
+    """Findings by name, in the order of the questions."""
 
     def ask(self, name: str, question: Callable[..., Finding], *grounds: Any, **known: Any) -> Any:
-        """The value of what `question` finds; None where it is refused, or stands on a ground that was refused."""
+        """Record what `question` finds and return its value; None where it raises ValueError or a ground is None."""
         if any(ground is None for ground in grounds):
             return None
         try:
@@ -82,7 +82,7 @@ class Page(dict[str, Finding]):
 
 
 def examine(settings: Settings, folder: Path) -> Page:
-    """Ask every question whose grounds were found. What a question gets by keyword may be None."""
+    """Ask every question whose grounds, its positional arguments, were found. Its keyword arguments may be None."""
     page = Page()
     load_triton()
     processes = page.ask("launch", cluster.launch)
@@ -94,7 +94,7 @@ def examine(settings: Settings, folder: Path) -> Page:
     page.ask("compiler", machine.compiler, hardware)
     model = page.ask("attention", attention, settings, hardware)
     sound = page.ask("kernels", kernels, hardware, model=model)
-    if sound:  # kernels that stop would stop this too
+    if sound:  # kernels that fail would fail here too
         page.ask("causality", causality, model, hardware)
     dataset = page.ask("data", text, settings)
     vocab_size = page.ask("tokenizer", tokenizer, settings, dataset=dataset)
@@ -114,8 +114,8 @@ def examine(settings: Settings, folder: Path) -> Page:
 def load_triton() -> None:
     """Without a GPU, import Triton as an interpreter, for the kernels' self-test.
 
-    It reads TRITON_INTERPRET when it is first imported, and transformers may import it for another question. Other
-    questions are answered as for a run, without the variable.
+    Triton reads TRITON_INTERPRET when it is first imported, and transformers may import it during another question. The
+    variable is removed again, so that the other questions are answered as for a run.
     """
     if HAS_TRITON and "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
@@ -124,7 +124,7 @@ def load_triton() -> None:
 
 
 def chosen_hardware(settings: Settings, *, processes: int | None) -> Finding:
-    """This process's hardware, in a world of as many processes as were started: they are only planned for."""
+    """This process's hardware, in a world of as many processes as were started; that world is only for planning."""
     hardware = replace(choose_hardware(settings.hardware), world=World(size=processes or 1))
     threads, cores = settings.hardware.num_threads, os.cpu_count() or 1
     if threads is not None and threads > cores:
@@ -134,7 +134,7 @@ def chosen_hardware(settings: Settings, *, processes: int | None) -> Finding:
 
 
 def attention(settings: Settings, hardware: Hardware) -> Finding:
-    """What the run's attention becomes, and what `auto` would; the resolved model."""
+    """What the run's attention resolves to, and what `auto` would. The value is the resolved model."""
     config, asked = settings.model, {"document_mask": settings.data.document_mask}
     call = hardware.device, hardware.dtype
     automatic, why, _ = resolve_model(replace(config, attention="auto"), *call, **asked)
@@ -149,7 +149,7 @@ def attention(settings: Settings, hardware: Hardware) -> Finding:
 
 
 def kernels(hardware: Hardware, *, model: GPTConfig | None) -> Finding:
-    """A self-test of flash attention, whatever attention the run takes."""
+    """A self-test of flash attention, whatever attention the run uses."""
     is_used, on_gpu = model is not None and model.attention == "flash", hardware.device.type == "cuda"
     head_dim = model.head_dim if is_used else USUAL_HEAD_DIM
     if not torch.cuda.is_available():
@@ -159,7 +159,7 @@ def kernels(hardware: Hardware, *, model: GPTConfig | None) -> Finding:
     began, fix = time.perf_counter(), "model.attention=sdpa, or `uv sync` for the versions that were tested"
     try:
         ratios = self_test(hardware.device, head_dim)
-    except Exception as error:  # a compiler, a driver, a GPU: they fail in any way they like, and the page goes on
+    except Exception as error:  # a compiler, driver or GPU may raise anything, and the page goes on
         fault = f"the self-test failed ({type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]})"
         if is_used or on_gpu:  # on a GPU the rotary and the loss kernels need what this one needs
             raise ValueError(f"{fault}; {fix}") from error
@@ -206,7 +206,7 @@ def text(settings: Settings) -> Finding:
 
 
 def tokens(settings: Settings, dataset: Dataset) -> Finding:
-    """What is known of a text that is in the cache, its checksums compared."""
+    """Token counts and epochs of a text in the cache, whose checksums were compared."""
     epochs = settings.train.steps * settings.train.batch_tokens / len(dataset.train)
     said = (
         f"{len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; the run is "
@@ -221,7 +221,7 @@ def tokens(settings: Settings, dataset: Dataset) -> Finding:
 
 
 def tokenizer(settings: Settings, *, dataset: Dataset | None) -> Finding:
-    """Its vocabulary, and a fingerprint of what rebuilds it."""
+    """The tokenizer's vocabulary size, and a fingerprint of the state that rebuilds it."""
     name = settings.tokenizer
     if dataset is None and name == "characters":
         return Finding("characters; those of the training split, not tokenized yet")
@@ -232,7 +232,7 @@ def tokenizer(settings: Settings, *, dataset: Dataset | None) -> Finding:
 
 
 def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Finding:
-    """The number of parameters, and switches that would do nothing or too little."""
+    """The number of parameters, and a window that would hide nothing or a rope_base that is too small."""
     parameters, said = None, f"{config.num_layers} layers of {config.n_embd}"
     if vocab_size is not None:
         if config.name is not None:
@@ -252,7 +252,7 @@ def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Findi
 
 
 def step_memory(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Finding:
-    """A training step's forecast, of this process's share, beside what is free."""
+    """The memory forecast of this process's share of a training step, beside the free memory."""
     world = hardware.world
     world.arrange(settings.parallel)
     share = world.local_sequences(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
@@ -276,24 +276,24 @@ def wandb(settings: Settings) -> Finding:
 
 
 def goes_on(settings: Settings, *, model: GPTConfig | None, dataset: Dataset | None) -> Finding:
-    """Whether the checkpoint that is named is whole, and fits."""
+    """Whether the checkpoint that `resume` names is whole and fits the settings."""
     checkpoint = resume.find(settings.resume, None)
     if dataset is not None:
-        # one of transformers brings its sizes
+        # a model of transformers brings its own sizes
         sized = asdict(settings) | ({"model": asdict(model), "theirs": model.theirs} if model else {})
         resume.refuse_unless_same(checkpoint, sized, tokenizer_state(dataset.tokenizer), dataset.vocab_size)
     return Finding(f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
 
 
 def start(settings: Settings, folder: Path, *, hardware: Hardware) -> Finding:
-    """The start itself: what it refuses beside all this. Where the text is in the cache, nothing is tokenized."""
+    """The start itself, with all its refusals. It is tried only where the text is cached, so nothing is tokenized."""
     resolve(settings, folder, hardware=hardware, world=hardware.world, report=lambda line: None)
     known = ", as far as is known without the weights of model.name" if settings.model.name else ""
     return Finding(f"train.py would take this{known}")
 
 
 def show(page: Page) -> None:
-    """A line a finding, and its fix below."""
+    """Print a line for each finding, and its fix below."""
     for name, finding in page.items():
         print(f"{finding.status:<5} {name:<10} {finding.text}")
         if finding.fix:

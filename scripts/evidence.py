@@ -1,15 +1,15 @@
-"""Every measured figure and picture of the project again: `python -m scripts.evidence books='books/*.txt'`.
+"""Measure every figure and picture of the project again: `python -m scripts.evidence books='books/*.txt'`.
 
 Runs the experiments below, each as a command of its own, and keeps their files in `.github/evidence/<name>/`; logs stay
-in the run's folder. Those that measure speed run last, one after the other. What was kept becomes the tables of
-`.github/evidence/README.md` and the figures of the README's first screen; a part that was not run leaves its old files,
-and each table says its own commit.
+in the run's folder. Those that measure speed run last, one after the other. The kept files become the tables of
+`.github/evidence/README.md` and the figures of the README's first screen. A part that was not run keeps its old files,
+and each table names its own commit.
 
-    python -m scripts.evidence attention/peers training    that one, and those whose names begin so
+    python -m scripts.evidence attention/peers training    that one, and all whose names begin with `training`
     python -m scripts.evidence tables                      the tables alone, from the files as they are
 
-Nearly all need a GPU (those of several processes two), GPT-2's vocabulary, the packages of PEERS below, and clones of
-nanoGPT and nanochat in `.cache/`. Where the code was copied without its git history, the environment variable
+Nearly all need a GPU (those of several processes need two), GPT-2's vocabulary, the packages of PEERS below, and clones
+of nanoGPT and nanochat in `.cache/`. Where the code was copied without its git history, the environment variable
 GIT_COMMIT must name its commit. The exit code is 1 where an experiment did not end as it should. The last line is one
 JSON object.
 """
@@ -40,12 +40,12 @@ FAILED = 1  # exit code
 TABLES = "tables"  # a name that is no experiment
 KEPT = ".github/evidence"
 README = ROOT / "README.md"  # its first screen has figures between two comments `figures`
-PEERS = {  # beginning of a name -> what it is measured beside, a package, and how that is had
+PEERS = {  # beginning of a name -> the package that it is measured beside, and how to get it
     "attention/peers": ("flash_attn", "pip install flash-attn-4"),
     "generation": ("transformers", "uv run --group hf"),
     "huggingface": ("transformers", "uv run --group hf"),
 }
-AT_ONCE = 4  # experiments that run beside each other on one GPU, where none is timed
+AT_ONCE = 4  # untimed experiments that run at the same time on one GPU
 BOOKS = ("data=text", "data.files={books}", "tokenizer=gpt2")
 WIKITEXT = ("data=wikitext2", "data.local_dir={wikitext}", "tokenizer=gpt2")
 GPU = "experiment=parity_gpu"
@@ -70,7 +70,7 @@ PROFILE = (
     "optim.warmup_steps=1", "train.eval_windows=1", "train.sample_tokens=0", "profile=true",
 )  # fmt: skip
 
-# beginning of a name -> module, and what is kept of its folder; not every run of one draws a picture
+# beginning of a name -> module, and the files that are kept of its folder; not every run of a module draws a picture
 PROGRAMS = {
     "parity/": ("scripts.parity", ("*.json", "*.md", "*.png")),
     "attention/error_budget": ("scripts.bench.error_budget", ("*.md", "*.json")),
@@ -91,11 +91,11 @@ PROGRAMS = {
     "training/loss": ("scripts.bench.loss", ("*.json",)),
     "training/": ("scripts.bench.training", ("*.json", "*.png")),
 }
-SEVERAL_GPUS = ("parallel/",)  # left out where there is one, unless named
-UNTIMED = ("parity/", "attention/error_budget", "invariance")  # so these may run beside each other
-EXIT_CODES = {"parity/mutants": 1}  # of the others 0
+SEVERAL_GPUS = ("parallel/",)  # left out where there are fewer than two, unless named
+UNTIMED = ("parity/", "attention/error_budget", "invariance")  # so these may run at the same time
+EXIT_CODES = {"parity/mutants": 1}  # all others: 0
 
-EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each other
+EXPERIMENTS = {  # name -> arguments; the longest first, because the untimed ones run at the same time
     "parity/books_fp32_200": (GPU, *BOOKS, "hardware.dtype=float32", "parity.nulls=6", "parity.seeds=3"),
     "parity/books_bf16_1000_compiled_selective": (
         GPU, *BOOKS, *STEPS_1000, "hardware.compile=true", "model.activation_checkpointing=selective"
@@ -133,7 +133,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.head_dim=[128]", "bench.mask=[causal]", "bench.budget_ms=30",
         "bench.attention=[flash,naive,sdpa_flash,sdpa_cudnn]",
     ),
-    "masks": ("bench.rounds=24", "bench.budget_ms=20"),  # four calls take turns: each stands at each place six times
+    "masks": ("bench.rounds=24", "bench.budget_ms=20"),  # four calls take turns: each has each place six times
     "decode/context": ("bench.family=[context]", "bench.attention=[flash]"),
     "decode/peers": (
         "bench.family=[context]", "bench.heads=[32/8/128,12/12/64,64/8/128]", "bench.batch=[1,8,16,64]",
@@ -204,7 +204,7 @@ class EvidenceSettings:
     books: str = "books/*.txt"  # long texts
     wikitext: str | None = None  # a folder with WikiText-2's own files; null: from the hub
     shakespeare: str = "input.txt"  # tinyshakespeare
-    folder: str = KEPT  # where files and tables are kept; those of this one alone change the project's README
+    folder: str = KEPT  # where files and tables are kept; only the default changes the project's README
 
     def __post_init__(self) -> None:
         for beginning in self.only:
@@ -249,18 +249,18 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
 
 
 class Children:
-    """Processes that SIGINT, SIGTERM and SIGHUP (a closed terminal) end before this one; use with `with`."""
+    """Child processes: SIGINT, SIGTERM and SIGHUP (a closed terminal) end them before this one; use with `with`."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen] = set()
         self._signal: int | None = None
 
     def run(self, command: list[str], **options: Any) -> int:
-        """Run `command`; its exit code, or SystemExit after a signal. Several threads may call it."""
+        """Run `command` and return its exit code; raises SystemExit after a signal. Several threads may call it."""
         if self._signal is None:
             with subprocess.Popen(command, **options) as child:
                 self._running.add(child)
-                if self._signal is not None:  # it came before `child` was there to be ended
+                if self._signal is not None:  # the signal came before `child` was in the set
                     child.terminate()
                 child.wait()
             self._running.discard(child)
@@ -287,11 +287,11 @@ CHILDREN = Children()
 
 
 def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
-    """ValueError where hours of experiments would end without a text, a peer or a place for what they made."""
+    """Raise ValueError, before hours of experiments, where a text, a peer or a place for their files is missing."""
     folder = ROOT / settings.folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder={settings.folder} is no folder; give one, as folder=.github/evidence")
-    if not chosen and not any(folder.rglob("*.json")):  # tables of nothing would take the README's figures out
+    if not chosen and not any(folder.rglob("*.json")):  # empty tables would remove the README's figures
         raise ValueError(f"folder={settings.folder} has no files to make tables of; run experiments first")
     for key in ("books", "wikitext", "shakespeare"):
         value = getattr(settings, key)
@@ -310,12 +310,12 @@ def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
 
 
 def named(name: str, only: str) -> bool:
-    """Whether `only` asks for an experiment: it is its name, or begins it and is nobody's."""
+    """Whether `only` selects experiment `name`: it is the name, or it begins the name and is no experiment's name."""
     return name == only or (only not in EXPERIMENTS and name.startswith(only))
 
 
 def program_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """An experiment's module, and what is kept of its folder."""
+    """An experiment's module, and the patterns of the files that are kept of its folder."""
     return next(program for beginning, program in PROGRAMS.items() if name.startswith(beginning))
 
 
@@ -340,7 +340,7 @@ def run(name: str, settings: EvidenceSettings, run_dir: Path) -> dict:
         verdict = f"exit code {code}, see {folder / 'console.txt'}"
     elif missing:
         verdict = f"no {missing[0]}, see {folder / 'console.txt'}"
-    # a verdict that fails is a figure too, and stays; a program that broke off has the same exit code and part of them
+    # a failing verdict is a figure too and is kept; a program that broke off has the same exit code and only some files
     made = [file for found in files.values() for file in found]
     whole = not any(file.suffix == ".json" and '"unfinished": true' in file.read_text() for file in made)
     if not missing and code in (expected, FAILED) and whole:

@@ -1,6 +1,7 @@
 """The tables of `.github/evidence/README.md`, made from the files beside it; no figure there is typed.
 
-`PAGE` lists them: the files a table is made of, and what of their rows it shows. What was not measured has no table.
+`PAGE` lists the tables: the files each is made from, and what it shows of their rows. A part that was not measured has
+no table.
 """
 
 import json
@@ -73,7 +74,7 @@ SHAPE: Columns = {"D, mask, N": "{head_dim}, {mask}, {seq_len:,}"}
 
 
 def ratios(rows: list[Row]) -> dict[tuple[str, str], list[float]]:
-    """(pass, peer) -> the peer's time over ours, wherever both have one; each row gets its own as `ratio`."""
+    """(pass, peer) -> the peer's times over ours, wherever both have one; each row gets its own as `ratio`."""
     ours = {(*shape_of(row), row["pass"]): row["ms"] for row in rows if row["attention"] == "flash" and row.get("ms")}
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -94,7 +95,7 @@ def beside_peers(found: Reports) -> Table:
     shown, order = [], ["flash", *PEERS]
     for row in rows:
         error = row.get("error")
-        if row["attention"] not in order or (error and error != "out of memory"):  # what a peer does not take
+        if row["attention"] not in order or (error and error != "out of memory"):  # a call that the peer refuses
             continue
         figure = "" if error else cell("{tflops:.0f} ({ratio:.2f}x)" if "ratio" in row else "{tflops:.0f}", row)
         shown.append(row | {"name": PEERS.get(row["attention"], "flash"), "figure": figure})
@@ -124,7 +125,7 @@ def over_a_cache_beside_peers(found: Reports) -> Table:
     rows = [row for row in rows_of(found) if row.get("us")]
     for row in rows:
         row["name"] = PEERS.get(row["attention"], "flash")
-    calls: dict[tuple, dict[str, float]] = {}  # of a call each attention's time
+    calls: dict[tuple, dict[str, float]] = {}  # call -> attention -> microseconds
     for row in rows:
         calls.setdefault((cell("".join(CALL.values()), row), row["batch"]), {})[row["attention"]] = row["us"]
     both = [(us["flash"], [us[name] for name in us.keys() & PEERS]) for us in calls.values() if "flash" in us]
@@ -196,7 +197,7 @@ def profile(found: Reports) -> Table:
 
 
 def of_cells(*cells: str, names: Columns, figures: Columns, having: str = "cell") -> Callable[[Reports], Table]:
-    """A table of those rows of these cells of scripts.bench.parallel that have a figure `having`."""
+    """Make a table of the rows of these cells of scripts.bench.parallel that have a figure `having`."""
     return lambda found: table(
         [row for row in rows_of(found) if row["cell"] in cells and having in row], names, figures
     )
@@ -347,7 +348,7 @@ def _brief(found: Reports) -> str:
 
 
 def inserted(text: str, name: str, content: str) -> str:
-    """`text` with `content` between the comments `<!-- name -->` and `<!-- /name -->`; as it is without them."""
+    """`text` with `content` between the comments `<!-- name -->` and `<!-- /name -->`; unchanged without them."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)

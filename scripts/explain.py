@@ -1,14 +1,14 @@
 """The arithmetic behind flash attention: `python -m scripts.explain seq_len=4096 head_dim=128 num_heads=32 gpu=h200`.
 
 Prints memory term by term, FLOPs, HBM traffic of the two loop orders, arithmetic intensity, and which side of the GPU's
-roofline each falls on. What is measured beside it: `scripts.bench.attention`; what a tile takes of shared memory:
-`scripts.bench.compile_kernels`. The last line is one JSON object. With `model.mask=prefix:512`, or another pattern, it
+roofline each falls on. `scripts.bench.attention` measures speed and memory; `scripts.bench.compile_kernels` prints the
+shared memory of a tile. The last line is one JSON object. With `model.mask=prefix:512`, or another pattern, it
 also counts the blocks of 128 x 128 pairs that the kernels visit and skip.
 
-`what=memory` explains instead what a training step holds, for the arguments that train.py would get, on this machine's
-GPU or else on one elsewhere: `python -m scripts.explain what=memory experiment=long_context model.attention=naive`.
-What is held at the fullest moment of forward, backward and optimizer, by kind, and by each layer's modules: what
-training/tracker.py sees. `processes=8 parallel.data=shard` says it for one of eight GPUs that share the weights.
+`what=memory` explains instead what a training step holds, for train.py's arguments, on this machine's GPU or, without
+one, on a GPU elsewhere: `python -m scripts.explain what=memory experiment=long_context model.attention=naive`.
+It prints what is held at the fullest moment of forward, backward and optimizer, by kind, and by each layer's modules,
+as training/tracker.py sees it. `processes=8 parallel.data=shard` prints it for one of eight GPUs that share the weights.
 
 Standard attention writes the scores S and the probabilities P, N x N for each head, to memory; flash attention keeps
 only the log-sum-exp of each row. Sources: FlashAttention, arXiv:2205.14135, theorem 2; FlashAttention-2,
@@ -47,7 +47,7 @@ OF_A_RUN = {  # key of one layer of attention -> the run's key that what=memory 
     "batch": "train.micro_batch", "num_heads": "model.num_heads", "seq_len": "data.seq_len",
     "head_dim": "model.n_embd", "element": "hardware.dtype", "num_layers": "model.num_layers",
 }  # fmt: skip
-# gpu=rtx4090; gpu=h100 is the SXM5 board, whose own name says no more than its memory
+# gpu=rtx4090; gpu=h100 is the SXM5 board, whose full name adds only its memory
 BOARDS = {board.name.removesuffix(" 80GB HBM3").replace(" ", "").lower(): board for board in reversed(GPUS)}
 
 
@@ -85,8 +85,8 @@ class Shape:
 @dataclass
 class ExplainSettings(Settings, Shape):
     what: str = "attention"  # attention | memory (of a training step)
-    processes: int = 1  # with what=memory: that train together, as torchrun would start them
-    vocab_size: int | None = None  # with what=memory; null: the tokenizer's (of characters a hundred, or the run's)
+    processes: int = 1  # with what=memory: how many train together, as torchrun would start them
+    vocab_size: int | None = None  # with what=memory; null: the tokenizer's (characters: 100, or the resumed run's)
     num_layers: int = 32  # for the model's total
     gpu: str = "h200"  # t4 | a100 | h100 | h200 | b200 | rtx4090 | any of kernels/device.py
 
@@ -112,7 +112,7 @@ def main(settings: ExplainSettings, run_dir: Path) -> None:
 
 
 def refuse_other_keys(typed: list[str], what: str, mask: str | None) -> None:
-    """ValueError for a typed key that only the other question reads: here it would do nothing."""
+    """Raise ValueError for a typed key that only the other `what` reads: here it would have no effect."""
     of_one_layer = {*(field.name for field in fields(Shape)), "num_layers", "gpu"}
     known = of_one_layer | {"what", "model.mask"} | ({"model.window"} if mask is not None else set())
     of_one_layers = {of_a_run: key for key, of_a_run in OF_A_RUN.items()}
@@ -146,8 +146,8 @@ def flops(shape: Shape) -> dict[str, float]:
 
 
 def recomputation_share(shape: Shape) -> dict[str, float]:
-    """What computing S again costs, three ways to say it. The often quoted 33 % is one product of three: the forward's
-    two and the one that is done again, the backward's own four left out."""
+    """What computing S again costs, as three shares. The often quoted 33 % is one product of three: the forward's two
+    and the recomputed one, without the backward's own four."""
     forward, standard, recomputing = flops(shape).values()
     extra = recomputing - standard
     return {
@@ -290,13 +290,13 @@ def explain_step(settings: ExplainSettings, run_dir: Path) -> tuple[dict, list[T
 
 
 def number_of_tokens(settings: ExplainSettings, resumed: Checkpoint | None) -> int:
-    """The tokenizer's, or those of the run that is resumed; ValueError where that cannot go on with `settings`."""
+    """The tokenizer's, or those of the resumed run. Raises ValueError where that run cannot go on with `settings`."""
     name, state = settings.tokenizer, None
     if resumed is None:
         return settings.vocab_size or VOCABULARY.get(name) or build_tokenizer(name).n_vocab
-    if name == resumed.meta["tokenizer"]["name"]:  # whose characters only its text could tell
+    if name == resumed.meta["tokenizer"]["name"]:  # `characters` are known only from the run's text
         state = resumed.meta["tokenizer"]
-    elif name not in VOCABULARY:  # a folder, which may hold the same
+    elif name not in VOCABULARY:  # a folder, which may hold the same tokenizer
         state = tokenizer_state(build_tokenizer(name))
     vocab_size = settings.vocab_size or resumed.meta["vocab_size"]
     resume.refuse_unless_same(resumed, asdict(settings), state or {"name": name, "alphabet": ""}, vocab_size)
@@ -304,7 +304,7 @@ def number_of_tokens(settings: ExplainSettings, resumed: Checkpoint | None) -> i
 
 
 def activations_by_layer(plan: Plan) -> list[dict[str, int]]:
-    """Bytes at the forward's fullest moment that each block holds, by its module; its own are the residual stream."""
+    """Bytes that each block holds at the forward's fullest moment, by module; `block` itself is the residual stream."""
     layers: list[dict[str, int]] = [{} for _ in range(plan.model.num_layers)]
     for (kind, module), size in plan.peaks["forward"].items():
         if kind == "activations" and module.startswith("blocks."):
@@ -314,7 +314,7 @@ def activations_by_layer(plan: Plan) -> list[dict[str, int]]:
 
 
 def sizes(found: dict[Any, dict[str, float]], unit: int, digits: int, title: str) -> Table:
-    """A line for each name: its terms in units of so many bytes, and their sum."""
+    """A line for each name: its terms, in units of `unit` bytes, and their sum."""
     headings = list(dict.fromkeys(heading for terms in found.values() for heading in terms))
     lines = []
     for name, terms in found.items():

@@ -1,14 +1,14 @@
-"""Hand a trained model on: `python -m scripts.export_hf checkpoint=RUN folder=FOLDER`.
+"""Export a trained model: `python -m scripts.export_hf checkpoint=RUN folder=FOLDER`.
 
-FOLDER is then what transformers and the Hugging Face hub call a model, and opens with
+FOLDER is then a model in the format of transformers and the Hugging Face hub, and opens with
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 
 It holds config.json and generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json, and
-README.md, a model card with the run's figures. Which class of transformers each model becomes is said in
-model/huggingface_weights.py; a model without one is refused. transformers is not needed here. Without `checkpoint` the
-newest run is taken. FOLDER appears when it is whole, and nothing is overwritten. The last line is one JSON object.
+README.md, a model card with the run's figures. model/huggingface_weights.py says which class of transformers each
+model becomes; a model without one is refused. transformers is not needed here. Without `checkpoint` the newest run is
+exported. FOLDER appears once it is whole, and nothing is overwritten. The last line is one JSON object.
 """
 
 import json
@@ -31,7 +31,7 @@ from training.checkpoint_files import free_folder, whole_folder, write_json, wri
 from training.curves import read_run
 from training.trained import load_trained
 
-# of a checkpoint's description, for the card
+# what the card needs of a checkpoint's description
 NEEDED = {
     "settings": {"data": {"source": str}, "tokenizer": str, "optim": {}, "train": {"batch_tokens": int}},
     "data_fingerprint": str,
@@ -64,7 +64,7 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
     contents: dict[str, Any] = {
         "tokenizer.json": tokenizer.contents if isinstance(tokenizer, FileEncoding) else tokenizer_json(tokenizer),
         "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # else that of the original Llama or Qwen takes its place
+            "tokenizer_class": "PreTrainedTokenizerFast",  # else the original Llama's or Qwen's is loaded
             "bos_token": word,
             "eos_token": word,
             "pad_token": word,  # as generation_config.json has it
@@ -74,7 +74,7 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
             "model_max_length": model.seq_len,
         },
     }
-    if model.config.name is not None and isinstance(tokenizer, FileEncoding):  # it has a beginning and chats of its own
+    if model.config.name is not None and isinstance(tokenizer, FileEncoding):  # it has its own begin token and chats
         try:
             contents["tokenizer_config.json"] = read_config(tokenizer.name)
         except (OSError, ValueError) as error:
@@ -94,9 +94,9 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
 
 
 def described(model: GPT) -> tuple[str, int]:
-    """Its class in transformers, and the number of weights in the folder.
+    """The model's class in transformers, and the number of weights in the folder.
 
-    These have no padded rows, and gains of norms, which a GPT of ours has not.
+    The folder leaves out padded rows and adds gains of norms, which our GPT does not have.
     """
     if model.config.name is not None:
         return type(model.inner).__name__, model.num_parameters()
@@ -135,7 +135,7 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
 
 
 def _public(name: str) -> str:
-    """A name of ours or of the hub as it is; of a path, which is nobody's business, the last part."""
+    """Return a name of ours or of the hub as it is, and of a path, which is private, only the last part."""
     of_the_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not Path(name).is_dir()
     return name if of_the_hub else Path(name).resolve().name
 
@@ -186,7 +186,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50, do_sample=Tru
 
 {terms} The training code is under MIT.
 """
-ABOUT = (  # of a GPT that was trained from the beginning, and its terms
+ABOUT = (  # about a GPT that was trained from scratch, and its terms
     "A language model. It continues text; it was not taught to follow instructions.",
     "None is stated: that is for whoever trained it to say, by the terms of the text above.",
 )

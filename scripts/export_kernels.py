@@ -1,7 +1,7 @@
 """The kernels as a folder that Hugging Face's `kernels` loads: `python -m scripts.export_kernels folder=FOLDER`.
 
-It holds build/torch-cuda/, a copy of kernels/ whose face has FlashAttention's two functions, and metadata.json. In a
-project of yours, which must not have our folder kernels/ on its path, by itself or in a model of transformers:
+It holds build/torch-cuda/, a copy of kernels/ that also exports FlashAttention's two functions, and metadata.json. Use
+it in a project that does not have our folder kernels/ on its path, directly or in a model of transformers:
 
     attention = kernels.get_local_kernel(Path("FOLDER"))  # attention.flash_attn_func(q, k, v, causal=True)
 
@@ -46,7 +46,7 @@ def main(settings: KernelExportSettings, run_dir: Path) -> None:
 
 
 def fill(variant: Path) -> dict[str, Any]:
-    """Copy the kernels to the new folder `variant` and describe them there; the description."""
+    """Copy the kernels to the new folder `variant`, write metadata.json there and return its contents."""
     shutil.copytree(Path(kernels.__file__).parent, variant, ignore=shutil.ignore_patterns("__pycache__"))
     with open(variant / "__init__.py", "a", encoding="utf-8") as face:
         face.write(FACE)

@@ -1,7 +1,7 @@
-"""What `scripts.doctor` looks at beside the run: GPU, driver, versions, compiler, room on the disk.
+"""What `scripts.doctor` checks besides the run: GPU, driver, versions, compiler, room on the disk.
 
-A question returns a Finding, or raises a ValueError "what is wrong; what to do about it", as a run's own refusals are.
-Nothing is written but a file that is deleted at once, where a folder must be writable.
+A question returns a Finding, or raises a ValueError "what is wrong; what to do about it", the form of a run's own
+refusals. Nothing is written except a temporary file, deleted at once, that shows whether a folder is writable.
 """
 
 import os
@@ -24,7 +24,7 @@ from training.lock import holder
 from training.run import TrainConfig
 
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-CROWDED_BYTES = 2**30  # so much of a GPU's memory in use by others is more than a desktop takes
+CROWDED_BYTES = 2**30  # more of a GPU's memory than a desktop uses: other programs hold it
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Finding:
     text: str
     fix: str | None = None  # what to type or do about it
     facts: dict[str, Any] = field(default_factory=dict)  # JSON-able
-    value: Any = None  # what later questions stand on
+    value: Any = None  # what later questions build on
     wrong: bool = False  # the run would not start, or would be wrong
 
     @property
@@ -58,7 +58,7 @@ def gpu(device: str) -> Finding:
     if interpreting():
         raise ValueError("TRITON_INTERPRET is set: kernels would run on the CPU; unset TRITON_INTERPRET")
     number = gpu_number(device)
-    if number >= torch.cuda.device_count():  # which the question about hardware refuses
+    if number >= torch.cuda.device_count():  # the question about hardware refuses it
         number = 0
     properties = torch.cuda.get_device_properties(number)
     driver = installed[0]["driver_version"] if installed else "unknown"
@@ -75,9 +75,9 @@ def gpu(device: str) -> Finding:
 
 
 def versions() -> Finding:
-    """Installed packages beside what pyproject.toml asks for."""
-    names = {(d.metadata.get("Name") or "").lower() for d in metadata.distributions()}  # a damaged one has none
-    if "kernels" in names:  # `pip install .` leaves a flashgpt, which holds no module
+    """Installed packages compared with what pyproject.toml requires."""
+    names = {(d.metadata.get("Name") or "").lower() for d in metadata.distributions()}  # a damaged package has none
+    if "kernels" in names:  # `pip install .` installs ours as flashgpt, without modules
         raise ValueError("an installed package is called kernels, as ours is; uv pip uninstall kernels")
     found, wrong = {"python": platform.python_version()}, []
     for requirement in map(Requirement, tomllib.loads(PROJECT.read_text())["project"]["dependencies"]):
@@ -103,7 +103,7 @@ def compiler(hardware: Hardware) -> Finding:
 
 
 def disk(train: TrainConfig, folder: Path, *, parameters: int | None) -> Finding:
-    """Whether the run's folder is free, can be written and has room for all checkpoints that it will hold at once."""
+    """Whether the run's folder is not in use, is writable and has room for all checkpoints that it will hold at once."""
     if other := holder(folder):
         raise ValueError(f"{folder} is in use by {other}; wait for its end, stop it, or hydra.run.dir=FOLDER")
     if obstacle := not_writable(folder):
@@ -115,7 +115,7 @@ def disk(train: TrainConfig, folder: Path, *, parameters: int | None) -> Finding
     size = 12 * parameters
     milestones = train.steps // train.keep_every if train.keep_every and train.save_every else 0
     saves = train.steps // train.save_every + 2 if train.save_every else 2  # the last and the best are always saved
-    count = min(train.keep_last + 1, saves) + milestones + 1  # and one that is being written
+    count = min(train.keep_last + 1, saves) + milestones + 1  # and the one being written
     text = (
         f"{count} checkpoints of at most {size / 1e9:,.2f} GB are {size * count / 1e9:,.2f} GB, {free / 1e9:,.1f} GB "
         f"free in {folder}"
@@ -139,6 +139,6 @@ def not_writable(folder: Path) -> str | None:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest of its parents that exists; a link that leads nowhere does, and no folder fits below."""
+    """`folder`, or the nearest parent that exists; a link to nothing counts, as no folder can be made below it."""
     folder = Path(os.path.abspath(folder.expanduser()))
     return next(place for place in (folder, *folder.parents) if os.path.lexists(place))

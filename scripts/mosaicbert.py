@@ -1,8 +1,8 @@
-"""A stand-in for MosaicBERT's code, which DNABERT-2 brings along: what `model.mosaicbert` is tested and timed on.
+"""A stand-in for MosaicBERT's code, which comes with DNABERT-2: `model.mosaicbert` is tested and timed on it.
 
-Its modules, attributes and forward signatures have the names of that code, which is not ours to keep here. Written
-anew from those names: embeddings without positions, then layers over unpadded tokens whose attention pads again and
-adds a dense bias (B, H, N, N), ALiBi and padding, to the scores.
+That code is not ours to keep here. This one is written anew; its modules, attributes and forward signatures have the
+same names. It has embeddings without positions, then layers over unpadded tokens whose attention pads again and adds a
+dense bias (B, H, N, N), ALiBi and padding, to the scores.
 """
 
 import math
@@ -92,7 +92,7 @@ class BertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.num_attention_heads = config.num_attention_heads
-        # a plain attribute: on the device that is the default now, in no state_dict, and not moved with the model
+        # a plain attribute: on the current default device, in no state_dict, and not moved with the model
         self._current_alibi_size = int(config.alibi_starting_size)
         self.alibi = torch.zeros((1, self.num_attention_heads, self._current_alibi_size, self._current_alibi_size))
         self.rebuild_alibi_tensor(size=config.alibi_starting_size)
