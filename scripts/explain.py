@@ -8,7 +8,7 @@ also counts the blocks of 128 x 128 pairs that the kernels visit and skip.
 `what=memory` explains instead what a training step holds, for train.py's arguments, on this machine's GPU or, without
 one, on a GPU elsewhere: `python -m scripts.explain what=memory experiment=long_context model.attention=naive`.
 It prints what is held at the fullest moment of forward, backward and optimizer, by kind, and by each layer's modules,
-as training/tracker.py sees it. `processes=8 parallel.data=shard` prints it for one of eight GPUs that share the weights.
+as training/tracker.py sees it. `processes=8 parallel.data=shard` prints it for one of eight GPUs that share weights.
 
 Standard attention writes the scores S and the probabilities P, N x N for each head, to memory; flash attention keeps
 only the log-sum-exp of each row. Sources: FlashAttention, arXiv:2205.14135, theorem 2; FlashAttention-2,

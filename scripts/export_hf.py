@@ -74,7 +74,7 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
             "model_max_length": model.seq_len,
         },
     }
-    if model.config.name is not None and isinstance(tokenizer, FileEncoding):  # it has its own begin token and chats
+    if model.config.name is not None and isinstance(tokenizer, FileEncoding):  # it has its own bos and chat template
         try:
             contents["tokenizer_config.json"] = read_config(tokenizer.name)
         except (OSError, ValueError) as error:

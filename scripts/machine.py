@@ -103,7 +103,7 @@ def compiler(hardware: Hardware) -> Finding:
 
 
 def disk(train: TrainConfig, folder: Path, *, parameters: int | None) -> Finding:
-    """Whether the run's folder is not in use, is writable and has room for all checkpoints that it will hold at once."""
+    """Whether the run's folder is unused, writable and has room for all checkpoints that it will hold at once."""
     if other := holder(folder):
         raise ValueError(f"{folder} is in use by {other}; wait for its end, stop it, or hydra.run.dir=FOLDER")
     if obstacle := not_writable(folder):

@@ -1,15 +1,15 @@
 """Does flash attention change the training? `python -m scripts.parity` trains one GPT with each attention and judges.
 
-The same weights, batches and seed, once for each backend, beside two kinds of noise: *null* runs of the baseline, which
-are equal in exact arithmetic and round differently, and *seed* runs, the baseline with the batches in another order. A
-backend passes when
+Each backend trains from the same weights with the same batches and seed, beside two kinds of noise: *null* runs of the
+baseline, which are equal in exact arithmetic and round differently, and *seed* runs, the baseline with the batches in
+another order. A backend passes when
   - its loss curve is no further from the baseline's than null runs are, over the first ten steps and over all of them
     (tolerance limits, scripts/parity_verdict.py),
-  - its final validation loss lies where those of the baseline, its null runs and its seeds do (the same limits),
-  - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 as
-    nulls do, in the run's precision and in float32, and survives scores that only a running maximum survives.
+  - its final validation loss lies among those of the baseline, its null runs and its seed runs (the same limits),
+  - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 about
+    as well as nulls do, in the run's precision and in float32, also where scores overflow without a running maximum.
 The run's folder gets parity.json, parity.png and parity.md, and a folder for each run; wandb gets one group of runs.
-`parity.repeats=20` does all of it for twenty seeds and counts.
+`parity.repeats=20` repeats everything for twenty seeds and counts how often each backend passes.
 The exit code is the verdict: 0 when all pass, 1 otherwise. The last line is one JSON object.
 
 Without a GPU, flash runs in Triton's interpreter, on a tiny model.
@@ -45,7 +45,7 @@ class ParityConfig:
     mutants: list[str] = field(default_factory=list)  # wrong on purpose: names in scripts/variants.py
     nulls: int = 8  # runs of the baseline that differ by rounding alone, 4 to 20
     seeds: int = 4  # runs of the baseline with the batches in another order, at least 2
-    repeats: int = 1  # of all of it, with seeds train.seed, train.seed + 1, ...: how often does a true backend pass?
+    repeats: int = 1  # of everything, with seeds train.seed, train.seed + 1, ...: how often does a right backend pass?
 
     def __post_init__(self) -> None:
         refuse_unknown("parity.", self, attention=ATTENTION, mutants=MUTANTS)
@@ -159,10 +159,10 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
 
 
 def with_one_micro_batch(settings: ParitySettings, run_dir: Path) -> ParitySettings:
-    """`settings` with the most sequences at a time that fit with every attention; all runs take as many.
+    """`settings` with the largest micro-batch that fits with every attention; all runs use it.
 
     Raises:
-        ValueError: one of them cannot run, before anything is trained.
+        ValueError: an attention cannot run. It is raised before anything is trained.
     """
     found = []
     for name in ("naive", *settings.parity.attention):
@@ -195,9 +195,9 @@ def folder_of(name: str) -> str:
 def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
     """Each layer's q, k, v and dO on the first batch: with the initial weights, and with the baseline's last.
 
-    Each place twice where it is in 16 bits: what these round away, a scale 1 % too large, float32 shows.
+    A run in 16 bits has each place twice, also in float32: that shows what 16 bits round away, a scale 1 % too large.
     """
-    # each layer is called once
+    # without recomputation each layer is called once
     model = replace(settings.model, attention="naive", activation_checkpointing="none")
     run = resolve(replace(settings, model=model), run_dir / "naive")
     hardware = run.hardware
@@ -238,7 +238,7 @@ VERDICT: Columns = {
 
 
 def write(found: dict, run_dir: Path, hardware: str) -> None:
-    """The report: each attention's verdict, where those that part from naive do so, and what is noise."""
+    """Write the report: each attention's verdict, where it parts from naive if it does, and how large the noise is."""
     rows = [
         {
             "attention": name,
@@ -266,7 +266,7 @@ def write(found: dict, run_dir: Path, hardware: str) -> None:
 
 
 def draw(report: dict, curves: dict[str, list[float]], band: list[float], path: Path, hardware: str) -> None:
-    """Loss curves over each other; below, their distance to the baseline in the band of noise."""
+    """Draw the loss curves in one panel; below, their distances to the baseline over the band of noise."""
     baseline = curves["naive"]
     apart = {name: [max(abs(a - b), 1e-8) for a, b in zip(c, baseline, strict=True)] for name, c in curves.items()}
     steps = range(1, len(baseline) + 1)

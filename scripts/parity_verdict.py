@@ -1,9 +1,9 @@
-"""The statistics of `scripts.parity`: distances between loss curves, how far noise carries, where attentions part.
+"""The statistics of `scripts.parity`: distances between loss curves, how large noise is, where attentions part.
 
 A run's distance to the baseline is T, the mean over steps of log10 |loss - baseline's loss|. Rounding differences grow
 from step to step, in every run alike, so T is compared with the T of the null runs, which differ from the baseline by
 rounding alone. A backend passes when its T is at most mean + k sd of theirs: k is the one-sided normal tolerance
-factor, which covers 99 % of all such runs with 95 % confidence. It is asked twice: over the first EARLY steps, where
+factor, which covers 99 % of all such runs with 95 % confidence. It is tested twice: over the first EARLY steps, where
 rounding has not grown yet and a small mistake stands out, and over the whole run. The final validation loss is held to
 the same factor around all runs of the baseline: itself, null runs and seeds.
 """
@@ -28,12 +28,12 @@ TOLERANCE = {
 }  # fmt: skip
 QUANTITIES = ("O", "dV", "dQ", "dK")  # in the order in which an error spreads
 STRESS_SCORE = 120.0  # beyond 88.7 exp overflows float32: only a running maximum survives
-# how many times the nulls' error a correct kernel may have in one call: other roundings, not other formulas
+# in one call a correct kernel may have this many times the nulls' error: room for other roundings, not other formulas
 ROOM = 10.0
 
 
 def resolution(loss: float) -> float:
-    """The distance between float32 numbers there (4.8e-7 between 4 and 8): no two losses are told apart by less."""
+    """The spacing of float32 numbers at `loss` (4.8e-7 between 4 and 8): the least by which two losses can differ."""
     return 2.0 ** (math.frexp(loss)[1] - 24)
 
 
@@ -50,8 +50,8 @@ def noise(nulls: list[list[float]], baseline: list[float]) -> tuple[dict, list[f
     """What the null runs allow: the limits on T, early and over all steps, and the band of distances step by step.
 
     The band is for the largest distance so far: two curves cross now and then, and their distance at one step says
-    little. No limit is below two float32 numbers: the runs' own distances are cut off at one, so that all may be equal
-    and have no spread, but a loss and the baseline's are each rounded.
+    little. No limit is below twice the spacing of float32 numbers. The null runs' distances are cut off at one spacing,
+    so all may be equal and have no spread, but a loss and the baseline's are each rounded.
     """
     k = TOLERANCE[len(nulls)]
     curves = [log_distances(losses, baseline) for losses in nulls]
@@ -69,7 +69,8 @@ def noise(nulls: list[list[float]], baseline: list[float]) -> tuple[dict, list[f
 
 def final_losses(baseline_runs: list[float]) -> dict[str, float]:
     """Where a right attention's final validation loss lies, from those of the baseline, its null runs and its seeds:
-    mean +- k sd. The largest distance of a few seeds would not do: of two seeds, a third is further in one of three."""
+    mean +- k sd. The largest distance among a few seeds would not do: with two seeds, a third is further out in one
+    case of three."""
     k = TOLERANCE[min(len(baseline_runs), max(TOLERANCE))]
     center, spread = statistics.fmean(baseline_runs), statistics.stdev(baseline_runs)
     return {"runs": len(baseline_runs), "k": k, "center": center, "limit": max(k * spread, resolution(center))}

@@ -1,4 +1,4 @@
-"""Tokenize a text ahead of a run; of one that was, check every file.
+"""Tokenize a text ahead of a run; where that is done already, check every file.
 
     python -m scripts.prepare data=wikitext103 tokenizer=gpt2
     python -m scripts.prepare data=text data.files='books/*.txt' tokenizer=gpt2

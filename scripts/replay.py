@@ -1,10 +1,10 @@
 """Run a step that went wrong again: `python -m scripts.replay dump=runs/.../bad_steps/step_000123`.
 
 The step's forward and backward pass on its own weights, batch and random state, with each attention, in the run's
-dtype and in float32. Naive attention in float32 is the reference; for each other run it prints the first layer and
-tensor that are not finite, and the first at which it parts from the reference: that are further from it than ROOM times
-the error of a disguised naive attention in the same dtype (scripts/variants.py: noise that a correct kernel makes).
-Nothing is updated and nothing written. The last line is one JSON object.
+dtype and in float32. Naive attention in float32 is the reference. For each other run the program prints the first layer
+and tensor that are not finite, and the first that differ from the reference by more than ROOM times the error of a
+disguised naive attention in the same dtype (scripts/variants.py: noise that a correct kernel makes). Nothing is updated
+and nothing written. The last line is one JSON object.
 
 Without a GPU, flash runs in Triton's interpreter: slow, so `attention='[naive,tiled,sdpa]'` leaves it out.
 """
@@ -37,7 +37,7 @@ from training.step import training_step
 from training.trained import refuse_other_keys
 
 EXAMPLE = "give a folder such as runs/.../bad_steps/step_000123"
-# of a dump's description; what else it needs, every checkpoint has
+# what a dump's description must have beyond that of every checkpoint
 NEEDED = {
     "first": {"how": str}, "what": str, "dtype": str, "device": str, "vocab_size": int,
     "settings": {"model": {}, "optim": {}, "data": {"seq_len": int, "document_mask": bool},
@@ -65,11 +65,11 @@ class ReplaySettings:
 
 @dataclass
 class Rerun:
-    """The step once more; a `See` (training/hooks.py) of its tensors in one micro-batch, the one that was bad.
+    """One rerun of the step. As a `See` (training/hooks.py) it records the tensors of the micro-batch that was bad.
 
     Attributes:
         values: place -> tensor on the CPU; kept only without a reference.
-        errors: place -> error beside the reference; inf where other values are finite than in its tensor.
+        errors: place -> relative error to the reference; inf where the two are not finite in the same places.
     """
 
     dtype: torch.dtype
@@ -109,9 +109,9 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def first_parting(rerun: Rerun, null: Rerun, reference: Rerun) -> dict | None:
-    """The first place where `rerun` is further from the reference than noise, which grows along the way; or None.
+    """Return the first place where `rerun` is further from the reference than ROOM times the noise so far, or None.
 
-    Nothing is compared after the reference's own first tensor that is not finite: from there on all are lost.
+    Nothing is compared after the first tensor of the reference that is not finite: all later ones are lost.
     """
     noise = torch.finfo(rerun.dtype).eps
     for place, value in reference.values.items():
@@ -157,7 +157,7 @@ def run_again(
         ValueError: that attention cannot run this model here.
     """
     settings = dump.meta["settings"]
-    # recomputing gives the same bits, and shows each tensor twice
+    # recomputation gives the same bits and would show each tensor twice
     config = GPTConfig(**settings["model"] | {"attention": attention, "activation_checkpointing": "none"})
     document_mask = settings["data"]["document_mask"]
     config, *_ = resolve_model(config, hardware.device, hardware.dtype, document_mask=document_mask)

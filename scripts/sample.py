@@ -1,8 +1,8 @@
 """Generate text from a checkpoint: `python -m scripts.sample checkpoint=PATH prompt="To be, or not to be"`.
 
-Without `checkpoint` the newest run is taken. `prompts=FILE` continues each line of a file, all of them side by side.
-Without either a terminal is asked for prompts, one after the other, until an empty line; elsewhere a document begins.
-One text is streamed as it is drawn; several are printed in their order, each when it has ended. The prompt stands in
+Without `checkpoint` the newest run is used. `prompts=FILE` continues each line of a file, in batches. Without a prompt,
+prompts are read from the terminal, one after the other, until an empty line; without a terminal a new document begins.
+A single text is streamed as it is drawn; several are printed in order, each when it has ended. The prompt stands in
 [brackets]. The last line is one JSON object.
 """
 
@@ -36,7 +36,7 @@ class SampleModelConfig:
 @dataclass
 class SampleSettings:
     checkpoint: str | None = None  # a checkpoint or a run's folder; null: the newest under runs/
-    prompt: str = ""  # text to continue, as typed; empty: a terminal is asked, elsewhere a document begins
+    prompt: str = ""  # text to continue, as typed; empty: read from the terminal, or else a new document
     prompts: str | None = None  # a UTF-8 file of prompts, one a line; /dev/stdin: a pipe
     num_samples: int = 1  # continuations of each prompt
     max_new_tokens: int = 256  # length of a continuation; the end-of-text token ends it earlier
@@ -45,7 +45,7 @@ class SampleSettings:
     top_p: float | None = None  # only the likeliest tokens that make up this probability; null: all
     seed: int = 0  # of the draws, the same for each prompt
     batch_size: int = 64  # texts that are continued at a time
-    cache: str | None = None  # keys and values on a GPU: null: as attention | int8 | e4m3, in half the room
+    cache: str | None = None  # keys and values on a GPU: null: as attention | int8 | e4m3, half the memory
     model: SampleModelConfig = field(default_factory=SampleModelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
@@ -80,9 +80,9 @@ class SampleSettings:
 
 
 def as_utf8(typed: str) -> str:
-    """What was typed, read as UTF-8: of bytes that the locale lacks (LC_ALL=C) Python makes half surrogate pairs.
+    """Decode what was typed as UTF-8: Python turns bytes that the locale lacks (LC_ALL=C) into half surrogate pairs.
 
-    ValueError where they are not UTF-8 either: the tokenizer would read U+FFFD in their place.
+    Raises ValueError where they are not UTF-8 either: the tokenizer would read U+FFFD in their place.
     """
     found = typed.encode(errors="surrogateescape")
     try:
@@ -123,9 +123,9 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
 
 
 def typed_prompts(tokenizer: tiktoken.Encoding) -> Iterator[list[str]]:
-    """What somebody types, line by line, until an empty line or the end of the input.
+    """Yield each typed line, as a list of one, until an empty line or the end of the input.
 
-    A line that the tokenizer cannot encode is refused by itself.
+    A line that the tokenizer cannot encode is refused, and the next one is read.
     """
     with suppress(ImportError):
         import readline  # noqa: F401  # lines of any length, where a terminal cuts at 4,095 bytes, and a history
@@ -172,7 +172,7 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
         cache_dtype=EIGHT_BIT_DTYPES.get(settings.cache),
     )
     count = len(texts) * settings.num_samples
-    # of one text a character whose bytes are not all there yet waits for the rest
+    # a single text is streamed: a character whose bytes are not complete waits for the rest
     stream = codecs.getincrementaldecoder("utf-8")(errors="replace") if count == 1 else None
     if stream:
         print(marked(texts[0]), end="", flush=True)
@@ -180,7 +180,7 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
     def ended(tokens: list[int]) -> bool:
         return len(tokens) == settings.max_new_tokens or tokens[-1:] == [tokenizer.eot_token]
 
-    samples: defaultdict[int, list[int]] = defaultdict(list)  # those that are drawn now, or wait for their turn
+    samples: defaultdict[int, list[int]] = defaultdict(list)  # being drawn, or waiting to be printed in order
     printed = drawn = 0
     for step in steps:
         for number, token in step:

@@ -1,7 +1,7 @@
 """A quick look at whether the kernels run and are right on this machine: forward and backward, one small call a dtype.
 
-The long look is in tests/; this one is for the moment before a run, and finds a broken compiler, a driver that is too
-old, a GPU that computes wrongly.
+The thorough tests are in tests/; this one is run just before a training run, and finds a broken compiler, a driver that
+is too old, a GPU that computes wrongly.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from kernels.device import interpreting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OUTPUTS = ("O", "dQ", "dK", "dV")
-# the largest error may be so many times that of the plain formula in the same dtype (flash-attention's criterion is 2;
-# a call as small as ours has few numbers to take the largest of)
+# the largest error may be this many times that of the plain formula in the same dtype (flash-attention's criterion is
+# 2, but in a call as small as ours the maximum is over few numbers)
 BUDGET = 4.0
 
 

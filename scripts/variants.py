@@ -2,7 +2,7 @@
 
 Nulls are equal to naive attention in exact arithmetic and round differently: the noise that a correct implementation is
 allowed. Mutants have the mistakes that people make in flash attention. Neither is in the model's registry: `train_once`
-hands one to the run.
+passes one to the run.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def train_once(settings: Settings, folder: Path, attend: Attention | None = None
 
     attend: called in place of the attention that `settings` names.
 
-    Returns the losses (NaN from the step on before which the run stopped), the validation loss, and its seconds.
+    Returns the losses (NaN for the steps that were not run), the validation loss, and the run's seconds.
     """
     summary = train_aside(replace(settings, train=replace(settings.train, log_every=1)), folder, attend)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -41,13 +41,13 @@ def train_once(settings: Settings, folder: Path, attend: Attention | None = None
 
 
 def refuse_to_resume(settings: Settings) -> None:
-    """ValueError; for a program of several runs to ask before the first."""
+    """Raise ValueError for `resume`. A program of several runs calls this before the first."""
     if settings.resume:
         raise ValueError(f"resume={settings.resume} goes on with one run, and these are several; leave it out")
 
 
 def train_aside(settings: Settings, folder: Path, attend: Attention | None = None) -> dict[str, Any]:
-    """`train` in a folder of its own, with what it printed in console.txt there; the summary."""
+    """Call `train` in a folder of its own, with its output in console.txt there, and return the summary."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         summary = train(settings, folder, attend=attend)
@@ -56,7 +56,7 @@ def train_aside(settings: Settings, folder: Path, attend: Attention | None = Non
 
 
 def exit_if_asked(summary: dict[str, Any]) -> None:
-    """Whoever sends a signal means the program, and part of a run is no figure; nor is what a time limit left."""
+    """Exit if a signal or a time limit stopped the run: signals mean the whole program, and part of a run is no figure."""
     code = summary["exit_code"] or summary["signal"]
     if code in REASONS:
         reason = summary["stopped"] or "a signal"
@@ -68,14 +68,14 @@ def exit_if_asked(summary: dict[str, Any]) -> None:
 
 
 def disguised(seed: int, block_k: int, head_dim: int, device: torch.device) -> Attention:
-    """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T; and the keys in tiles.
+    """Naive attention with q and k in one random orthonormal basis, (q R)(k R)^T = q k^T, v in a second, keys in tiles.
 
-    Every product and sum rounds anew, and the change of basis rounds once more: noise of every kind that a correct
-    kernel makes, and somewhat more of it.
+    Every product and sum rounds differently, and the change of basis rounds once more: noise of every kind that a
+    correct kernel makes, and somewhat more of it.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     normal = torch.randn(2, head_dim, head_dim, dtype=torch.float64, device="cpu", generator=generator)
-    # here and not in a call, whose graph a compiler would have to break
+    # computed here, because inside a call it would break a compiler's graph
     basis, values = (torch.linalg.qr(x)[0].to(device=device, dtype=torch.float32) for x in normal)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -89,7 +89,7 @@ def disguised(seed: int, block_k: int, head_dim: int, device: torch.device) -> A
 
 
 def nulls(count: int, seq_len: int, head_dim: int, device: torch.device) -> dict[str, Attention]:
-    """`count` of them, by name: another basis each, and the keys in two or three tiles."""
+    """Return `count` nulls by name, each with its own basis and with the keys in two or three tiles."""
     found: dict[str, Attention] = {}
     for number in range(count):
         block_k = -(-seq_len // (2 + number % 2))
