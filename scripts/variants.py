@@ -56,7 +56,7 @@ def train_aside(settings: Settings, folder: Path, attend: Attention | None = Non
 
 
 def exit_if_asked(summary: dict[str, Any]) -> None:
-    """Exit if a signal or a time limit stopped the run: signals mean the whole program, and part of a run is no figure."""
+    """Exit if a signal or a time limit stopped the run: signals mean the whole program; part of a run is no figure."""
     code = summary["exit_code"] or summary["signal"]
     if code in REASONS:
         reason = summary["stopped"] or "a signal"

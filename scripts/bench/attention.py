@@ -2,14 +2,14 @@
 
 One row for each implementation, shape and pass: p50 and p99 of many runs with a cold L2 cache on a GPU that never waits
 for the host, TFLOP/s (forward 4 B H Nq Nk D, backward 2.5 times that, halved when causal, whatever an implementation
-really computes), and the peak of memory beyond the inputs. The implementations take turns in rounds, as a GPU's clock
-falls while it works, each round in another order; p50 is the median of the rounds' medians, p99 the largest of theirs.
+really computes), and the peak of memory beyond the inputs. The implementations take turns in rounds, each in another
+order, because a GPU's clock falls while it works; p50 is the median of the rounds' p50, p99 the largest of their p99.
 Out of memory is a row.
 
 `bench.attention=[flash,flash4,flash4_deterministic]` times FlashAttention-4 where the package flash-attn-4 is
-installed; its backward adds dQ in any order unless it is told to be deterministic, as ours is.
+installed; its backward adds dQ in any order unless it is deterministic. Ours always is.
 `bench.mask` also takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence,
-causal. A pass that takes less than 1 ms also has Python's share, which is no part of its time. The run's folder gets
+causal. A row of less than 1 ms also has the host's time in Python, which is not part of its time. The run's folder gets
 attention.json and charts of speed and memory against N.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
@@ -56,7 +56,7 @@ FLASH4 = {"flash4": False, "flash4_deterministic": True}
 BACKWARD_ONLY = ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
-CALLS = 100  # whose time in Python is taken
+CALLS = 100  # over which the time in Python is averaged
 SMOKE = "bench.attention=[flash,naive] bench.seq_len=[64] bench.head_dim=[16] bench.hidden=32 bench.tokens=64"
 LABELS = {"flash": "flash (ours)", **PEERS}
 
@@ -109,7 +109,7 @@ class Cell:
 
     @property
     def documents(self) -> list[int]:
-        """Lengths of what is packed into one sequence."""
+        """Lengths of the documents packed into one sequence."""
         half, quarter, eighth = (self.seq_len // part for part in (2, 4, 8))
         return [half, quarter, eighth, self.seq_len - half - quarter - eighth]
 
@@ -185,12 +185,12 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
         ready.clear()
         free(device)
     if "flex" in bench.attention:
-        torch.compiler.reset()  # a shape compiles anew; the limit on recompilations is for accidents
+        torch.compiler.reset()  # each shape compiles anew and would reach the limit on recompilations
     return rows
 
 
 def prepared(name: str, cell: Cell, which: str, device: torch.device) -> tuple[Callable[[], object], Row]:
-    """One pass as a call without arguments, and what is known of it before it is timed."""
+    """One pass as a call without arguments, and its peak of memory."""
     heads = cell.num_heads, cell.num_heads
     inputs = tensors(cell.batch, cell.seq_len, *heads, cell.head_dim, device, DTYPES[cell.dtype])
     begin = partial(one_pass, implementation(name, cell, device), which, *inputs)
@@ -199,7 +199,7 @@ def prepared(name: str, cell: Cell, which: str, device: torch.device) -> tuple[C
 
 
 def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """name -> f(q, k, v); NotImplementedError where it does not know the mask."""
+    """name -> f(q, k, v). Raises NotImplementedError where it does not support the mask or is not installed."""
     causal = cell.mask != "full"
     if cell.mask == "packed" and name in ("flash", "naive"):
         varlen = {"flash": flash_attention_varlen, "naive": naive_attention_varlen}[name]
@@ -234,7 +234,7 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
 
 
 def python_us(call: Callable[[], object]) -> float:
-    """Python's share of a call on a GPU, in microseconds: calls are queued, and nobody waits for their end."""
+    """The host's time in Python for a call on a GPU, in microseconds: calls are queued and none is waited for."""
     call()
     torch.cuda.synchronize()
     seconds = asked_in(call, CALLS)

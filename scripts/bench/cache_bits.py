@@ -2,7 +2,7 @@
 
 A row is a dtype of the cache; 8 bits have a scale for each token and head, which is written as tokens are appended:
 
-    memory    what the cache of `bench.batch` rows of `bench.context` tokens holds, by the allocator where it counts
+    memory    what the cache of `bench.batch` rows of `bench.context` tokens holds, by the allocator's count on a GPU
     latency   of one more token a row over that cache, in pages: median and 99th percentile of replays of one CUDA graph
     error     of that call's O against float64, relative, on normal random numbers
     loss      held out, of a small GPT that reads the text token by token through its cache, and how much more that is
@@ -56,7 +56,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         sizes = "batch", "context", "num_heads", "num_kv_heads", "head_dim", "page"
         refuse_out_of_range("bench.", self, *sizes)
-        # what the cache would refuse, after a whole run
+        # the cache would refuse these too, but after a whole run
         if self.context < 2:
             raise ValueError(f"bench.context={self.context} must be at least 2: a token is appended to those before it")
         if self.num_heads % self.num_kv_heads:
@@ -136,7 +136,7 @@ def one_more_token(bench: BenchConfig, dtype: torch.dtype, hardware: Hardware) -
 
 
 def in_use(cache: KVCache) -> list[int]:
-    """All rows of a new cache, in use and empty."""
+    """Allocate all rows of a new cache and return them; they are empty."""
     rows = list(range(len(cache.reserved)))
     for row in rows:
         cache.allocate(row)
@@ -144,12 +144,12 @@ def in_use(cache: KVCache) -> list[int]:
 
 
 def end_to_end(x: Tensor) -> Tensor:
-    """(B, H, N, D) as a cache takes it, (1, H, B * N, D)."""
+    """(B, H, N, D) -> (1, H, B * N, D), the layout that a cache expects."""
     return x.transpose(0, 1).flatten(1, 2)[None]
 
 
 def latency(call: partial, device: torch.device) -> Milliseconds:
-    """Of a graph of one call, replay by replay; on a CPU of the call. The cache is far larger than L2."""
+    """Time of each replay of a graph of one call; on a CPU, of the call. The cache is far larger than L2."""
     if device.type != "cuda":
         return measure(call, device)
     call()
@@ -157,8 +157,8 @@ def latency(call: partial, device: torch.device) -> Milliseconds:
 
 
 def held_out(settings: BenchSettings, path: str, dtypes: dict[str, torch.dtype]) -> tuple[float, dict[str, float]]:
-    """Validation loss in nats a token of the GPT of a checkpoint: without a cache, and by the cache's dtype."""
-    run = resolve(replace(settings, resume=None))  # what is read is `path`, in whatever folder
+    """Validation loss, in nats a token, of a checkpoint's GPT: without a cache, and for each dtype of the cache."""
+    run = resolve(replace(settings, resume=None))  # the weights come from `path`, whatever `resume` names
     model = GPT(run.model, run.vocab_size, run.seq_len, device=run.hardware.device)
     open_checkpoint(path).load_weights(model)
     model = model.for_inference(run.hardware.dtype)
@@ -173,7 +173,7 @@ def held_out(settings: BenchSettings, path: str, dtypes: dict[str, torch.dtype])
 def mean_loss(
     model: GPT, inputs: Tensor, targets: Tensor, at_once: int, make_cache: Callable[[int], KVCache] | None
 ) -> float:
-    """Of all targets, `at_once` sequences at a time: in one call, or token by token through a cache."""
+    """Mean loss over all targets, `at_once` sequences at a time: in one call, or token by token through a cache."""
     total = 0.0
     for tokens, wanted in zip(inputs.split(at_once), targets.split(at_once), strict=True):
         if make_cache is None:

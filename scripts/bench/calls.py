@@ -15,14 +15,14 @@ SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN
 
 
 def refuse_uneven_heads(bench: Any) -> None:
-    """ValueError where `bench.hidden` columns are no whole number of heads of one of `bench.head_dim`."""
+    """Raise ValueError where `bench.hidden` columns are no whole number of heads for each `bench.head_dim`."""
     for head_dim in bench.head_dim:
         if bench.hidden % head_dim:
             raise ValueError(f"bench.hidden={bench.hidden} is no multiple of bench.head_dim={head_dim}; use one")
 
 
 def held_to(attention: str) -> AbstractContextManager:
-    """Hold PyTorch's attention to one kernel, where the name asks for it."""
+    """Restrict PyTorch's attention to one kernel, where the name is in SDPA."""
     return sdpa_kernel(SDPA[attention]) if attention in SDPA else nullcontext()
 
 
@@ -33,7 +33,7 @@ def sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Tensor:
 
 
 def refusal(name: str) -> tuple[type[Exception], ...]:
-    """What PyTorch raises where its kernel of that name does not take a call."""
+    """The exceptions that PyTorch raises where its kernel of that name does not support a call."""
     return (RuntimeError,) if name in SDPA else ()
 
 

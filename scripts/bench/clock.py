@@ -1,4 +1,4 @@
-"""What a call takes of a device: time over many runs with a cold L2 cache, memory; and the parts of a training step."""
+"""What a call costs on a device: time over many runs with a cold L2 cache, memory; and the parts of a training step."""
 
 import gc
 import math
@@ -16,7 +16,7 @@ from kernels.device import l2_bytes
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 _ON_A_CPU = 3  # runs
-_AHEAD = 2  # times what the host took for a call once: how long the GPU is kept busy meanwhile
+_AHEAD = 2  # how many times the host's time for one call the GPU is kept busy meanwhile
 _REPLAYS = 7  # of a graph with a call, and of one without; the median of their differences counts
 T = TypeVar("T")
 
@@ -31,12 +31,12 @@ class Mark:
             self.event.record()
 
     def wait(self) -> None:
-        """Wait until the device has come to this moment."""
+        """Wait until the device has reached this moment."""
         if self.event:
             self.event.synchronize()
 
     def seconds_to(self, later: "Mark") -> float:
-        """Seconds between two moments, to both of which the device has come."""
+        """Seconds between two moments, both of which the device has reached."""
         return self.event.elapsed_time(later.event) / 1e3 if self.event else later.time - self.time
 
 
@@ -59,9 +59,9 @@ def measure(
 ) -> Milliseconds:
     """Time call() on `device`: on a GPU at most `runs` times (5 at least) and about budget_ms in total.
 
-    There, twice the L2 cache is overwritten before each run, outside the measured span. Without the host it is
-    overwritten so often that the host has asked for all of a call before the GPU begins with it; else a GPU that waits
-    for a slow host is timed with it. A CPU runs it three times.
+    On a GPU, twice the L2 cache's size is overwritten before each run, outside the measured span. Without the host it
+    is overwritten so often that the host has queued the whole call before the GPU begins it; with the host, the time
+    includes what the GPU waits for a slow host. A CPU runs it three times.
     """
     if device.type == "cuda":
         cold = torch.empty(2 * l2_bytes(device.index or 0), dtype=torch.int8, device=device)
@@ -82,7 +82,7 @@ def measure(
 
 
 def asked_in(call: Callable[[], object], calls: int = 1) -> float:
-    """Seconds that the host takes to ask an idle GPU for a call: the mean of so many, none of which is waited for."""
+    """Seconds that the host takes to queue a call on an idle GPU: the mean of `calls`, none of which is waited for."""
     began = time.perf_counter()
     for _ in range(calls):
         call()
@@ -119,7 +119,7 @@ def turns(calls: Sequence[T], rounds: int) -> Iterator[list[T]]:
 
 
 def p99(times: Iterable[float]) -> float:
-    """The 99th percentile by nearest rank: the least of the times that 99 of 100 do not pass."""
+    """The 99th percentile by nearest rank: the least of the times that at least 99 % do not exceed."""
     times = sorted(times)
     return times[-(-99 * len(times) // 100) - 1]
 
@@ -164,7 +164,7 @@ class GraphClock:
             self.sum = torch.empty((), device=device)
 
     def __call__(self, call: Callable[[], object], fewest: int = 3) -> Callable[[], float]:
-        """Capture `call` at least `fewest` times; what is returned gives its microseconds. A CPU has no graph."""
+        """Capture `call` at least `fewest` times; return what measures its microseconds. A CPU has no graph."""
         if self.device.type != "cuda":
             return lambda: 1e3 * measure(call, self.device).p50
         side = torch.cuda.Stream()
@@ -186,12 +186,12 @@ class GraphClock:
         return microseconds
 
     def flush(self) -> None:
-        """By reading: written lines would still be on their way."""
+        """Flush L2 by reading: written lines would still be on their way to memory."""
         torch.sum(self.cold, 0, out=self.sum)
 
 
 class Graph:
-    """A captured graph of the parts in turn, `runs` times. It keeps them: a replay reads their tensors."""
+    """A captured graph of the parts in turn, `runs` times. It keeps the parts: a replay reads their tensors."""
 
     def __init__(self, parts: tuple[Callable[[], object], ...], runs: int):
         self.parts, self.graph = parts, torch.cuda.CUDAGraph()
@@ -202,11 +202,11 @@ class Graph:
 
 
 def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
-    """The most memory that call() takes beyond what is held; None where PyTorch does not count it."""
+    """The peak memory of call() in GiB, beyond what is held before it; None where PyTorch does not count it."""
     if device.type != "cuda":
         call()
         return None
-    free(device)  # what a call that ran out of memory left in cycles could go after the peak was reset
+    free(device)  # cycles left by a call that ran out of memory could otherwise be freed after `held` was read
     held = torch.cuda.memory_allocated(device)
     call()
     return (torch.cuda.max_memory_allocated(device) - held) / 2**30
@@ -214,8 +214,8 @@ def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
 
 @contextmanager
 def facts_as_errors(row: dict[str, Any], *also: type[Exception]) -> Iterator[None]:
-    """A failure that is a fact of what is measured becomes the row's `error`: out of memory, and the first line of what
-    an exception of `also` says."""
+    """Store a failure that is itself a result as the row's `error`: out of memory, and the first line of an exception
+    of the types `also`."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -225,7 +225,7 @@ def facts_as_errors(row: dict[str, Any], *also: type[Exception]) -> Iterator[Non
 
 
 def free(device: torch.device) -> None:
-    """What the next call needs must not be held by the one before."""
+    """Free what the call before still holds, for the next one, and reset the peak of memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -246,7 +246,7 @@ class Parts:
         self._marks.append((name, begin, Mark(self._device)))
 
     def seconds(self) -> dict[str, float]:
-        """By name, over all micro-batches."""
+        """Seconds by name, summed over all micro-batches."""
         total: dict[str, float] = {}
         for name, begin, end in self._marks:
             total[name] = total.get(name, 0.0) + begin.seconds_to(end)

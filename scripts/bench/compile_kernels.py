@@ -1,4 +1,4 @@
-"""Compile attention and the products of generation for a GPU that need not be here; print what the hardware would say.
+"""Compile attention and the products of generation for a GPU that need not be here; print what each kernel uses.
 
     python -m scripts.bench.compile_kernels                                all plans of compute capability 9.0
     python -m scripts.bench.compile_kernels arch=80 only='fwd.*causal'     those whose names match
@@ -7,12 +7,12 @@
 
 A row holds registers for each thread, bytes spilled, shared memory in KB, and counts of SASS instructions: GMMA and
 HMMA (tensor cores with and without wgmma), DEPBAR (waits for wgmma), all. `sass` is the beginning of the SHA-256 of the
-instructions, without addresses, labels and names: two builds with the same one run the same. One PTX can have several:
-ptxas for 10.0 does not repeat itself, and elsewhere line numbers can change a register's name. DIFFERS therefore means
-that the PTX without line numbers differs too. Noted are spills beyond 32 bytes, wgmma that ptxas serialized, a missing
-wgmma, and a tile that is copied over while wgmma may still read it, whose results are wrong now and then; a tile that
-spills may still be the fastest. The exit code is 1 where a kernel needs more shared memory than a block may use. Takes
-seconds a kernel and no GPU. The last line is one JSON object.
+instructions, without addresses, labels and names: two builds with the same hash run the same instructions. One PTX can
+have several hashes: ptxas for 10.0 is not deterministic, and elsewhere line numbers can change a register's name.
+DIFFERS therefore means that the PTX without line numbers differs too. The notes name spills beyond 32 bytes, wgmma that
+ptxas serialized, a missing wgmma, and a tile that is copied over while wgmma may still read it: its results are wrong
+now and then. A tile that spills may still be the fastest. The exit code is 1 where a kernel needs more shared memory
+than a block may use. A kernel takes seconds and needs no GPU. The last line is one JSON object.
 """
 
 import hashlib
@@ -130,15 +130,15 @@ def compile_plan(arch: int, plan: str) -> dict:
 def copied_over(ttgir: str) -> bool:
     """Whether Triton's loop copies into shared memory that an asynchronous wgmma may still read.
 
-    With `pendings` a step's products are in flight when the copies for a later step are issued. They need a slot that
-    is not filled before the loop, where slots are constants. Triton 3.6 makes none for a tile that is loaded into
-    registers too.
+    With `pendings` a step's products are in flight when the copies for a later step are issued. The copies need a slot
+    that is not filled before the loop, where slot indices are constants. Triton 3.6 makes no such slot for a tile that
+    is loaded into registers too.
     """
     if not re.search(r"warp_group_dot_wait.*\bpendings = [1-9]", ttgir):
         return False
     alias = dict(re.findall(r"(%\w+) = ttg\.memdesc_(?:index|trans) (%\w+)", ttgir))
     operands = re.findall(r"ttng\.warp_group_dot (%\w+), (%\w+)", ttgir)
-    # an operand is a slot of a buffer, or that transposed
+    # an operand is a slot of a buffer, or its transpose
     read = {alias.get(of := alias.get(x, x), of) for pair in operands for x in pair}
     filled: dict[str, set[str]] = {}
     for buffer, slot in re.findall(r"ttg\.memdesc_index (%\w+)\[(%c\d+_i32)\]", ttgir):

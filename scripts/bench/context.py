@@ -87,7 +87,7 @@ FIGURES: Columns = {
 
 
 def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
-    """What one process does: all cases. Its hardware in words, and the rows."""
+    """Run all cases in one process; return its hardware in words, and the rows."""
     rank, hardware, device = host.world.rank, host.hardware, host.hardware.device
     rows: list[Row] = []
     for seq_len in settings.seq_len:
@@ -129,7 +129,7 @@ def measured(
 
 
 def median_ms(call: Callable[[], object], runs: int, host: Host) -> float:
-    """All processes begin a run together and run as often; a run takes as long as in the slowest of them."""
+    """Median ms of a run. All processes make the same runs and begin each together; its time is the slowest one's."""
     found = host.world.all_gather(spans(call, host.hardware.device, runs + 2, before=dist.barrier)[2:])
     return 1e3 * statistics.median(map(max, zip(*found, strict=True)))
 

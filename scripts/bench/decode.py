@@ -1,8 +1,8 @@
 """Speed of attention over a cache: `python -m scripts.bench.decode` times ours beside PyTorch's kernels in one process.
 
 A row is a call: microseconds of the device inside a CUDA graph with a cold L2 cache (a graph of reads and calls less a
-graph of the reads alone), TB/s of K and V, and what the goal allows, 5 microseconds and the bytes at 0.9 times the
-bandwidth of a kernel that only reads, measured first in the same run. `bench.family` chooses among
+graph of the reads alone), TB/s of K and V, and the goal: 5 microseconds plus the time of the bytes at 0.9 times the
+bandwidth of a kernel that only reads, which is measured first in the same run. `bench.family` chooses among
 
     context   batch x context x heads, beside SDPA's FlashAttention-2 and cuDNN
     group     query heads that share a KV head, 1 to 16
@@ -46,7 +46,7 @@ HEADS = (  # groups of 1, 2, 4, 8 and 16
 )
 CACHES = {"bf16": torch.bfloat16} | EIGHT_BIT_DTYPES
 FLOOR_US, OF_BANDWIDTH = 5.0, 0.90  # the goal
-# a growing cache keeps 0.9 of the best share of the bandwidth that it has had, from 64 MiB on
+# beyond 64 MiB, a growing cache must keep 0.9 of its best share of the bandwidth so far
 GROWING_FROM_MIB, GROWING_KEEPS = 64, 0.90
 SMOKE = "bench.family=[context] bench.batch=[2] bench.context=[64] bench.heads=[2/1/16] bench.largest_gib=1e-3"
 
@@ -191,7 +191,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
 
 
 def by_line(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of a growing cache by what its line in the picture is called, as they grow."""
+    """The rows of growing caches by the label of their line in the picture, in order of size."""
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["kv_mib"]):
         pages = f"pages of {row['page']}" if row["page"] else "contiguous"
@@ -200,7 +200,7 @@ def by_line(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def least_kept(rows: list[Row]) -> float:
-    """The smallest share of the bandwidth over the best before it on the same line, from GROWING_FROM_MIB on."""
+    """The smallest ratio of a share of the bandwidth to the best so far on its line, beyond GROWING_FROM_MIB."""
     least = 1.0
     for line in by_line(rows).values():
         best = 0.0
@@ -233,7 +233,7 @@ FIGURES: Columns = {
 
 @triton.jit
 def read_kernel(x, out, num_elements, BLOCK: tl.constexpr):
-    """Programs read blocks in turns and keep the sums of what they have read."""
+    """Each program reads every num_programs-th block and stores the sum of what it has read."""
     total = tl.zeros([BLOCK], tl.float32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < num_elements:

@@ -1,4 +1,4 @@
-"""How wrong attention is: `python -m scripts.bench.error_budget` holds ours, PyTorch's formula and SDPA to float64.
+"""How wrong attention is: `python -m scripts.bench.error_budget` compares ours, the plain formula and SDPA to float64.
 
 For each feature, dtype and head dimension: the largest error of O, dQ, dK and dV, ours beside the plain PyTorch
 formula in the same precision and beside scaled_dot_product_attention, and the bias of O: its mean signed error over
@@ -37,7 +37,7 @@ CASES = {
     "varlen": {"causal": True},
 }
 SMOKE = "budget.dtypes=[float32] budget.head_dim=[16] budget.seq_len=64 budget.num_heads=1 budget.draws=2"
-BY_SDPA = ("full", "causal", "repeated maxima")  # what PyTorch's own attention takes without a mask in memory
+BY_SDPA = ("full", "causal", "repeated maxima")  # what PyTorch's own attention supports without a mask in memory
 
 
 @dataclass

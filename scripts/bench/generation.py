@@ -3,16 +3,16 @@
 One GPT of GPT-2 124M's shape with random weights, in the dtype of the run, three times:
 
     gpt                   ours; on CUDA a step is one graph
-    transformers          ArceeForCausalLM, which has our architecture, with the same weights: generate() as it comes
+    transformers          ArceeForCausalLM, which has our architecture, with the same weights: generate() by default
     transformers_static   the same with cache_implementation="static", which compiles its step on CUDA
 
-A row is a call of generate(), the medians of some rounds in which all take turns: tokens a second of all of it, and
-after the first token of each prompt; milliseconds to the first token and of a step (transformers says nothing between
-steps: a step is then the mean of all, the reading of the prompt among them); memory beyond the weights at the fullest
-moment of the first call; and what a step of ours asks of the host, by PyTorch's profiler: copies from the device
-and waits for it. Rows of one new token are the reading of prompts, beside the model's plain forward of the same tokens.
-That both are the same model is shown first: the largest difference of logits and the share of greedy tokens that are
-equal (in 16 bits ties part them).
+A row is a call of generate(), with medians over some rounds in which all take turns: tokens a second of the whole call
+and after the first token of each prompt; milliseconds to the first token and of a step (transformers reports nothing
+between steps: its step is the mean over all, prefill included); memory beyond the weights at the fullest moment of the
+first call; and, for a step of ours, copies from the device and waits of the host, counted by PyTorch's profiler. Rows
+of one new token measure prefill, beside the model's plain forward of the same tokens. The program first shows that both
+are the same model: the largest difference of logits and the share of greedy tokens that are equal (in 16 bits ties make
+some differ).
 
 transformers is no dependency: `uv run --group hf python -m scripts.bench.generation`. Without it ours are timed alone.
 The last line is one JSON object.
@@ -46,7 +46,7 @@ from training.hardware import HardwareConfig
 OURS = "gpt"
 PEERS = {"transformers": {}, "transformers_static": {"cache_implementation": "static"}}
 CHOICES = {"greedy": {"temperature": 0.0}, "top_k 200, 0.8": {"temperature": 0.8, "top_k": 200}}  # the peers': greedy
-WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # CUDA's names of what the host waits in
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # CUDA's functions in which the host waits
 UNCOUNTED_STEPS, COUNTED_STEPS = 8, 16  # of a call whose copies and waits are counted
 MOST_APART = 0.05  # of the largest logit: two bfloat16 models differ by 0.01, others by 1
 SMOKE = (
@@ -67,7 +67,7 @@ class BenchConfig:
     prefill_batch: int = 8  # prompts that are read and continued by one token
     prefill_tokens: int = 4096  # of each
     rounds: int = 5  # in which all take turns, after a first call each; medians count
-    vocab_size: int = 50304  # GPT-2's 50,257, padded for both to what products are fast with
+    vocab_size: int = 50304  # GPT-2's 50,257, padded for both to a size with fast products
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, which=(OURS, *PEERS))
@@ -177,7 +177,7 @@ def call_forward(model: GPT, prompts: Prompts, new_tokens: int) -> Marks:
 
 
 def last_logits(model: GPT, tokens: Tensor) -> Tensor:
-    """What reading prompts is at least: the network, and the head at each prompt's last token, (B, vocab_size)."""
+    """The least work of prefill: the network, and the head at each prompt's last token. Returns (B, vocab_size)."""
     x = embed(tokens, model.embedding.weight)
     for block in model.blocks:
         x = block(x, model.cos[: tokens.size(1)], model.sin[: tokens.size(1)])
@@ -203,7 +203,7 @@ def rounds(
         if len(marks) == new_tokens:
             firsts[name].append(marks[0] - begin)
             steps[name] += [later - earlier for earlier, later in pairwise(marks)]
-        else:  # it says nothing between steps
+        else:  # it reports nothing between steps
             steps[name].append(wholes[name][-1] / new_tokens)
     for name, row in rows.items():
         row["tokens_per_second"] = len(prompts) * new_tokens / statistics.median(wholes[name])
@@ -218,7 +218,7 @@ def rounds(
 
 
 def counted(begin: Callable[[], Iterator[Any]]) -> Row:
-    """Copies from the device and waits for it, a step, by PyTorch's profiler; {} of a call with too few steps."""
+    """Copies from the device and waits for it in a step, by PyTorch's profiler; {} for a call with too few steps."""
     steps = begin()
     for _ in range(UNCOUNTED_STEPS):
         next(steps, None)
@@ -237,7 +237,7 @@ def counted(begin: Callable[[], Iterator[Any]]) -> Row:
 
 
 def load_peer(model: GPT) -> Any:
-    """`model` in transformers, with its weights; None, and a line, where transformers is not installed."""
+    """`model` in transformers, with its weights; None, with a printed line, where transformers is not installed."""
     try:
         from transformers import ArceeConfig, ArceeForCausalLM
     except ImportError as error:
@@ -251,7 +251,7 @@ def load_peer(model: GPT) -> Any:
         )
     weight = model.embedding.weight
     peer = ArceeForCausalLM(ArceeConfig.from_dict(config_json(model))).to(weight.device).eval()
-    for parameter in peer.parameters():  # and not its table of frequencies, which bfloat16 would spoil
+    for parameter in peer.parameters():  # not its table of frequencies, which bfloat16 would spoil
         parameter.data = parameter.data.to(weight.dtype)
     missing, unexpected = peer.load_state_dict(tensors(model), strict=False)
     if unexpected or missing != (["lm_head.weight"] if config.tie_embeddings else []):  # tied, it is the embedding
@@ -268,7 +268,10 @@ def continued_by(peer: Any, prompts: Prompts, new_tokens: int, **options: Any) -
 
 
 def same_model(model: GPT, peer: Any, prompts: Prompts) -> dict[str, Any]:
-    """How far logits are apart, over the largest, and the share of equal greedy tokens. RuntimeError: another model."""
+    """The largest difference of logits over the largest logit, and the share of equal greedy tokens.
+
+    Raises RuntimeError where the peer is another model.
+    """
     tokens = torch.tensor(prompts, device=model.embedding.weight.device)
     ours, theirs = model(tokens).float(), peer(tokens).logits.float()
     apart = ((ours - theirs).abs().max() / ours.abs().max()).item()

@@ -78,7 +78,7 @@ FIGURES: Columns = {
 
 
 def build(settings: HuggingFaceBenchSettings) -> Any:
-    """The model, and our attention under its name."""
+    """Build the model, and register our attention under its name."""
     try:
         import transformers
         from huggingface_hub.errors import StrictDataclassError
@@ -164,9 +164,9 @@ def step(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -
 
 
 def decode(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
-    """A token of each row, prompts of different lengths, transformers' growing cache; what the host takes counts.
+    """A token of each row, prompts of different lengths, transformers' growing cache; the host's time counts.
 
-    The second of two times: in the first, memory for caches of all these lengths is asked of the driver.
+    The second of two passes counts: the first one requests memory for caches of all these lengths from the driver.
     """
     model.eval()
     rows, context = settings.decode_rows, settings.decode_context

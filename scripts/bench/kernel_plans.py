@@ -4,7 +4,7 @@ A plan is a kernel with its constants: head_dim's tiles, mask, options, warps an
 what they would launch: they are called on tensors without memory, and `kernels.launch.recorded` keeps their launches.
 The portable kernels are called for each line of their table of tiles, and for the code that only some inputs need:
 lengths that are whole tiles ("even"), grouped queries, loads by pointers, float16, a head_dim that is padded or wider
-for V, ALiBi, sinks. The Hopper kernels are called with each option that they take.
+for V, ALiBi, sinks. The Hopper kernels are called with each option that they support.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from kernels.portable.forward import launch_flash_fwd
 from kernels.portable.tuning import table_for, table_tile, variant_of
 
 ARCHS = (80, 86, 89, 90, 100, 120)  # compute capabilities x 10
-KERNELS = {  # the main ones; what runs before and after them is no plan
+KERNELS = {  # the main ones; kernels that run before and after them are no plans
     "flash_fwd_kernel": "fwd",
     "flash_dkdv_kernel": "dkdv",
     "flash_dq_kernel": "dq",
@@ -95,7 +95,7 @@ def name(words: tuple[str, ...], launch: Launch) -> str:
 
 
 def portable_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
-    """What a call is, in words, and its launches."""
+    """Yield each call in words, and its launches."""
     calls = list(SPECIAL)
     for dtype in ("bf16", "fp32"):
         for _, head_dim, variant in table_for(divmod(arch, 10), DTYPES[dtype].itemsize):
@@ -178,7 +178,7 @@ def draw_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
 
 
 def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
-    """At any length; in float16 for one mask."""
+    """The forward at five lengths, in float16 for one mask; the backward at one length."""
     options = ((), ("softcap",), ("varlen",), ("softcap", "varlen"))
     calls = [*product((64, 128, 256), ("bf16",), ("causal", "full", "window"), options)]
     calls += [(head_dim, "fp16", "causal", ()) for head_dim in (64, 128, 256)]

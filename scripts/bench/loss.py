@@ -74,7 +74,7 @@ def make(settings: LossBenchSettings, device: torch.device) -> tuple[Tensor, Ten
 
 
 def implementations(settings: LossBenchSettings) -> Iterator[tuple[str, Loss]]:
-    """Each takes h, table and targets, and gives a sum in nats."""
+    """Yield each name and its loss(h, table, targets), which returns a sum in nats."""
 
     def plain(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(torch.nn.functional.linear(h, weight), targets, settings.vocab_size)
@@ -88,7 +88,7 @@ def implementations(settings: LossBenchSettings) -> Iterator[tuple[str, Loss]]:
 
 
 def gradients(loss: Loss, hardware: Hardware, h: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Mean loss, dh, dweight: what a training step asks for."""
+    """Mean loss, dh, dweight: what a training step computes."""
     with hardware.autocast():
         mean = loss(h.to(hardware.dtype), weight, targets) / len(targets)
     return mean, *torch.autograd.grad(mean, (h, weight))

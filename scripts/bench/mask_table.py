@@ -1,5 +1,5 @@
-"""The masks that people ask for, as functions of (batch, head, query, key): what the tests hold to naive attention and
-`scripts.bench.masks` times.
+"""Common masks as functions of (batch, head, query, key). The tests compare them with naive attention, and
+`scripts.bench.masks` times them.
 
 Sizes are those of 16,384 tokens, and shrink with the number of tokens, so that a small case has as many blocks of each
 kind. All but prefix, images and bigbird are causal.

@@ -2,9 +2,9 @@
 
 A row is a mask of `scripts.bench.mask_table`, a head_dim and a pass: milliseconds of both with a cold L2 cache, the
 medians of rounds in which they take turns, and FlexAttention's time over ours; on forward rows also how long each takes
-to build its mask. Two more masks, `all full` and `all partial`, say what a block costs. They are timed beside the same
-call without a mask: on the portable kernels ("dense"), and on those that such a call takes ("dense, chosen"). Both
-columns are the time without a mask over the time with it.
+to build its mask. Two more masks, `all full` and `all partial`, show what a block costs. They are timed beside the same
+call without a mask: on the portable kernels ("dense"), and on the kernels that are chosen for it ("dense, chosen").
+Both columns are the time without a mask over the time with it.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1, where FlexAttention is left out, it is a smoke test.
 """
@@ -34,7 +34,7 @@ from training.hardware import HardwareConfig
 
 BLOCKS = {"all full": lambda b, h, q, k: k >= 0, "all partial": lambda b, h, q, k: (q + k) % 64 > 0}
 KNOWN = (*masks(1), *BLOCKS)
-BUILDS = 20  # of a mask, which are timed
+BUILDS = 20  # timed builds of a mask
 SMOKE = "bench.mask=[causal] bench.seq_len=128 bench.head_dim=[16] bench.hidden=16 bench.rounds=1"
 
 
@@ -120,7 +120,7 @@ def rows_of(name: str, head_dim: int, bench: BenchConfig, device: torch.device, 
         row |= {f"of_{key}": row[f"{key}_ms"] / row["ms"] for key in ("dense", "chosen") if name in BLOCKS}
         rows.append(row | ({"ratio": row["flex_ms"] / row["ms"]} if on_cuda else {}) | built)
         built = {}
-    torch.compiler.reset()  # a mask compiles anew; the limit on recompilations is for accidents
+    torch.compiler.reset()  # each mask compiles anew and would reach the limit on recompilations
     return rows
 
 
@@ -134,7 +134,7 @@ def portable(which: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callabl
 
 
 def build_ms(build: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds until the mask is there, the median after one build more."""
+    """Median milliseconds of a build of the mask, after a first build that is not counted."""
     spent = []
     for _ in range(BUILDS + 1):
         began = time.perf_counter()

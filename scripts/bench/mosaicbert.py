@@ -1,7 +1,7 @@
 """DNABERT-2's network over long sequences: `python -m scripts.bench.mosaicbert` times padded and full batches.
 
 `naive` is its own PyTorch path, `sdpa` PyTorch's attention with its dense bias, `flash` the same model after
-`model.mosaicbert.patch`. `free` is that with values in place of attention: what no attention can be faster than.
+`model.mosaicbert.patch`. `free` is the latter with values in place of attention: no attention can be faster.
 Weights are random, code and sizes those of scripts/mosaicbert.py. The parts:
 
     attention        one layer's attention alone, from q, k, v on; the dense ways have them padded already
@@ -9,9 +9,9 @@ Weights are random, code and sizes those of scripts/mosaicbert.py. The parts:
     forward          of the whole network
     step             forward and backward of the whole network, as in fine-tuning, without the optimizer
 
-Rows of a `padded` batch have between an eighth and all of seq_len tokens, as reads have; only those count; a batch of
-one row is full. The picture has forwards and steps of padded batches; all parts, and full batches beside padded ones,
-are timed at one length. The last line is one JSON object.
+Rows of a `padded` batch have between an eighth and all of seq_len tokens, as DNA reads have; only those count. A batch
+of one row is full. The picture has forwards and steps of padded batches; all parts, and full batches beside padded
+ones, are timed at one length. The last line is one JSON object.
 """
 
 import copy
@@ -63,7 +63,7 @@ class MosaicBertBenchSettings:
         refuse_out_of_range("", self, "seq_len", "all_parts_at", "batch_tokens", "num_layers", "budget_ms")
 
     def rows(self, seq_len: int) -> int:
-        """Of a batch."""
+        """Rows of a batch."""
         return max(1, self.batch_tokens // seq_len)
 
 
@@ -82,7 +82,7 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
                 row["tokens"] = tokens
                 with facts_as_errors(row):
                     call = prepare(part, name, model, ids, mask)
-                    network = part in NETWORK  # attention alone is over before a slow host has asked for all of it
+                    network = part in NETWORK  # attention alone ends before a slow host has queued all of it
                     row |= of_tokens(call, tokens, hardware.device, settings.budget_ms, runs=200, with_host=network)
                 report.add(row)
                 call = None  # it holds on to its tensors
@@ -124,11 +124,11 @@ def cases(settings: MosaicBertBenchSettings) -> Iterator[tuple[int, str]]:
 
 
 def parts(name: str, all_parts: bool) -> tuple[str, ...]:
-    """Those that are timed of an attention at one length."""
+    """The parts that are timed for an attention at one length."""
     if name == "free":
         return NETWORK if all_parts else ()
     if name == "naive" and not all_parts:
-        return ("forward",)  # its steps would be half of all the time
+        return ("forward",)  # its steps would take half of all the time
     return PARTS if all_parts else NETWORK
 
 

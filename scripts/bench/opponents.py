@@ -1,7 +1,7 @@
 """Other people's networks and optimizers as opponents, each in the recipe that its own training script states.
 
-Their files are not ours and are not stored here: whoever measures fetches them. Both read rows that begin anywhere in
-the text; our Prefetcher reads them ahead on a GPU. A network is compiled where our run is, with PyTorch's own choices.
+Their files are not ours and are not stored here: fetch them before measuring. Both read rows that begin anywhere in the
+text; our Prefetcher reads them ahead on a GPU. A network is compiled where our run is, with PyTorch's defaults.
 """
 
 import math
@@ -30,7 +30,7 @@ class Contender(nn.Module):
 
     Attributes:
         mean_loss: of inputs and targets (rows, seq_len), which a step differentiates.
-        update: changes the weights by the gradients of a step, from 0, and clears them.
+        update: called with the step's number, from 0; updates the weights by the gradients and clears them.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Contender(nn.Module):
 
 @dataclass
 class Opponent:
-    """Where its code is, and what every recipe says."""
+    """Where an opponent's code is, and the settings that every recipe has."""
 
-    NAME, FILES = "", ()  # as its repository is called, and which of its files in `folder` are read
+    NAME, FILES = "", ()  # the repository's name, and which of its files in `folder` are read
 
     folder: str
     lr: list[float]
@@ -76,7 +76,7 @@ class Opponent:
 
     @property
     def sha256(self) -> str:
-        """Of its files: which version this is. ValueError, with the command that fetches it, where one is missing."""
+        """SHA-256 of its files: the version. Raises ValueError with the command to fetch them where one is missing."""
         paths = [Path(self.folder) / name for name in self.FILES]
         if missing := next((path for path in paths if not path.is_file()), None):
             fetch = f"git clone https://github.com/karpathy/{self.NAME} .cache/{self.NAME}"
@@ -86,7 +86,7 @@ class Opponent:
         return sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
     def rows(self, seq_len: int) -> int:
-        """Of a step. ValueError where its tokens are no whole number of them."""
+        """Rows of a step. Raises ValueError where its tokens are no whole number of rows."""
         rows, rest = divmod(self.batch_tokens, seq_len)
         if rest:
             raise ValueError(
@@ -160,16 +160,16 @@ class NanoGPTConfig(Opponent):
 class NanochatConfig(Opponent):
     """nanochat's base model and its MuonAdamW at the width of ours, by the rules and numbers of its base_train.py.
 
-    Rates grow as the root of a step's tokens, weight decay as that over the model's size. Attention is PyTorch's, which
-    it takes where FlashAttention-3 is not, and without windows, as it then advises.
+    Rates grow with the square root of a step's tokens, weight decay with that root over the model's size. Attention is
+    PyTorch's, which it uses without FlashAttention-3, and has no windows, as it then advises.
     """
 
     NAME = "nanochat"
     FILES = ("nanochat/gpt.py", "nanochat/optim.py")
-    MATRIX_LR = 0.02  # `lr` stands in its place, and moves the other rates by as much
+    MATRIX_LR = 0.02  # `lr` replaces it, and scales the other rates by the same factor
     WEIGHT_DECAY = 0.28
-    LAYERS, TOKENS = 12, 2**19  # of the model that it was tuned on, 64 columns wide a layer, and of its step
-    WARMDOWN, LEAST_RATE = 0.65, 0.05  # the share of the steps, and of the rate at their end
+    LAYERS, TOKENS = 12, 2**19  # of the model that it was tuned on, with 64 columns for each layer, and of its step
+    WARMDOWN, LEAST_RATE = 0.65, 0.05  # the share of the steps in which the rate falls, and of the rate at their end
 
     folder: str = ".cache/nanochat"  # the clone
     lr: list[float] = field(default_factory=lambda: [0.02])  # peak rates of its matrices: the recipe's, and others
@@ -192,7 +192,7 @@ class NanochatConfig(Opponent):
         return 0.97 * left + 0.90 * (1 - left)
 
     def _left(self, step: int) -> float:
-        """Of the steps in which the rate falls, the share that is left."""
+        """The share that is left of the steps in which the rate falls."""
         return min(1.0, (self.steps - step) / max(1, round(self.WARMDOWN * self.steps)))
 
     def contender(self, lr: float, run: Run) -> Contender:
@@ -249,14 +249,14 @@ class RandomRows:
         self._batch_size, self._random = batch_size, np.random.default_rng(seed)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The next inputs and targets, (batch_size, seq_len) int64 on the CPU; `step` is not asked."""
+        """The next inputs and targets, (batch_size, seq_len) int64 on the CPU; `step` is ignored."""
         starts = self._random.integers(len(self._tokens) - len(self._places) + 1, size=self._batch_size)
         rows = torch.from_numpy(self._tokens[starts[:, None] + self._places])
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def train_opponent(config: Opponent, lr: float, run: Run, seed: int) -> Iterator[Contender]:
-    """Train an opponent's network at the peak rate `lr` on the text of our `run`; it is handed out after each step."""
+    """Train an opponent's network at the peak rate `lr` on the text of our `run`; yields it after each step."""
     torch.manual_seed(seed)
     contender = config.contender(lr, run)
     rows = RandomRows(run.dataset.train, run.seq_len, config.rows(run.seq_len), seed)
@@ -269,6 +269,6 @@ def train_opponent(config: Opponent, lr: float, run: Run, seed: int) -> Iterator
 
 
 def _matrices(net: nn.Module) -> int:
-    """What nanochat counts as a model's size."""
+    """The number of weights that nanochat counts as a model's size."""
     counts = net.num_scaling_params()
     return counts["transformer_matrices"] + counts["lm_head"]

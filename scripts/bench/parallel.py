@@ -4,16 +4,16 @@ It starts one process a GPU itself, and all cells run in them:
 
     replicate  tokens a second at the same tokens a GPU; the sum of the gradients beside NCCL's all-reduce
     hashes     SHA-256 of weights and moments after some steps, from 1, 2 and 4 processes: they must be equal
-    context    a row of tokens on one GPU and on all of them, by heads and in a ring; one as many times as long on all,
-               who share weights too
+    context    a row of tokens on one GPU and on all of them, by heads and in a ring; and one as many times as long as
+               there are GPUs on all of them, which share weights too
     shard      tokens a second of 1.3 billion parameters, whose weights and moments the processes share
 
-Of context and shard, steps from the same weights are computed twice and must end with the same SHA-256 of weights.
-One GPU's speed is that of the first. All are timed alone, at once, because a step of several takes as long as on the
-slowest: `rest` is a step's time without that of the slowest alone and without the sum. Random tokens; the step is that
-of `train.py`, compiled and as CUDA graphs where the run would be. The last line is one JSON object. On a CPU with
-TRITON_INTERPRET=1 it is a smoke test over gloo, for which model.attention=naive gives the ring its LSE: its figures
-mean nothing.
+In shard, and in context but for the longer row, steps from the same weights are computed twice and must end with the
+same SHA-256 of weights. One GPU's speed is that of the first. All are also timed alone, at the same time, because a
+step of several takes as long as on the slowest: `rest` is a step's time less that of the slowest alone and less the
+sum. Random tokens; the step is that of `train.py`, compiled and as CUDA graphs where the run would be. The last line is
+one JSON object. On a CPU with TRITON_INTERPRET=1 it is a smoke test over gloo, for which model.attention=naive gives
+the ring its LSE: its figures mean nothing.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ SMOKE = (
 @dataclass
 class BenchConfig:
     cells: list[str] = field(default_factory=lambda: list(CELLS))  # replicate | hashes | context | shard
-    processes: list[int] = field(default_factory=lambda: [1, 2, 4])  # those that there are GPUs for
+    processes: list[int] = field(default_factory=lambda: [1, 2, 4])  # those above the number of GPUs are left out
     tokens: int = 65536  # of a step, a GPU, in sequences of data.seq_len; of shard, twice as long
     shard_layers: int = 24  # of its model
     shard_embd: int = 2048  # its width
@@ -71,7 +71,7 @@ class BenchConfig:
         refuse_unknown("bench.", self, cells=CELLS)
         sizes = "processes", "tokens", "shard_layers", "shard_embd", "context_tokens", "vocab_size"
         refuse_out_of_range("bench.", self, *sizes, "hash_steps", "warmup_steps", "steps")
-        if self.shard_embd % (2 * self.shard_heads):  # what its model would refuse, after all other cells
+        if self.shard_embd % (2 * self.shard_heads):  # its model would refuse it too, but after all other cells
             heads = f"bench.shard_embd={self.shard_embd} cannot be cut into heads of an even width"
             raise ValueError(f"{heads}; use a multiple of {SHARD_HEAD_DIM}")
         if 1 not in self.processes or len(self.processes) < 2:
@@ -118,13 +118,13 @@ class Network:
             local_shard(p).copy_(first)
 
     def begin(self, chosen: Run, optim: OptimConfig) -> tuple[Optimizer, Stepper]:
-        """Reset the weights; a new optimizer, and what computes the run's steps."""
+        """Reset the weights; return a new optimizer, and the stepper of the run."""
         self._reset()
         optimizer = Optimizer(self.model, optim, chosen.hardware.dtype, chosen.hardware.world)
         return optimizer, Stepper(chosen, self.model, self.forward, optimizer)
 
     def repeated(self, optimizer: Optimizer, stepper: Stepper, chosen: Run, steps: int) -> str:
-        """SHA-256 of the weights of all processes after so many steps from the first weights, without moments."""
+        """SHA-256 of the weights of all processes after `steps` steps from the first weights and from no moments."""
         self._reset()
         optimizer.load_state_dict({"optimizer": [{"state": {}} for _ in optimizer.optimizers]})
         for step in range(steps):
@@ -134,7 +134,7 @@ class Network:
 
 
 def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
-    """What one process does: all cells. Its hardware in words, and the rows."""
+    """Run all cells in one process; return its hardware in words, and the rows."""
     settings = sized(settings, settings.bench.tokens)
     rows, network = [], None
     known = {"replicate": replicate, "hashes": hashes, "context": context, "shard": shard}
@@ -147,20 +147,20 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
                 torch.compiler.reset()
             free(host.hardware.device)
         for row in known[name](host, settings, network):
-            host.world.on_first(print)(json.dumps(row), flush=True)  # what is known when a later one fails
+            host.world.on_first(print)(json.dumps(row), flush=True)  # kept, should a later one fail
             rows.append(row)
     return host.hardware.description, rows
 
 
 def sized(settings: ParallelBenchSettings, tokens: int, seq_len: int | None = None, **groups: Any) -> Any:
-    """`settings` with so many tokens a step, all in one micro-batch of each process."""
+    """`settings` with `tokens` tokens a step, in one micro-batch of each process."""
     data = replace(settings.data, seq_len=seq_len or settings.data.seq_len)
     train = replace(settings.train, batch_tokens=tokens, micro_batch=None)
     return replace(settings, data=data, train=train, **groups)
 
 
 def choose(settings: ParallelBenchSettings, hardware: Hardware, world: World) -> Run:
-    """A run of `world`."""
+    """Resolve `settings` to a run of `world`."""
     hardware = replace(hardware, world=world)
     return resolve(settings, vocab_size=settings.bench.vocab_size, hardware=hardware, world=world)
 
@@ -169,7 +169,7 @@ def choose(settings: ParallelBenchSettings, hardware: Hardware, world: World) ->
 
 
 def replicate(host: Host, settings: ParallelBenchSettings, network: Network) -> Iterator[Row]:
-    """The same model and as many tokens on each GPU."""
+    """The same model and the same number of tokens on each GPU."""
     one = {"cell": "replicate"} | alone(host, settings, network)
     yield one
     for size in settings.bench.processes[1:]:
@@ -207,7 +207,7 @@ def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> Ite
 
 
 def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]:
-    """A model whose weights and moments the processes share, beside one GPU that holds all."""
+    """A model whose weights and moments are sharded over the processes, beside one GPU that holds all of them."""
     bench, size, seq_len = settings.bench, host.world.size, 2 * settings.data.seq_len
     shape = {"num_layers": bench.shard_layers, "n_embd": bench.shard_embd}
     model = replace(settings.model, **shape, num_heads=bench.shard_heads)
@@ -221,9 +221,9 @@ def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]
 
 
 def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]:
-    """A row that the processes share, and a longer one in the memory of one GPU, for which they share weights too.
+    """A row that the processes share, and one with as many tokens on each GPU, for which they shard the weights too.
 
-    Activations are computed again, nothing is compiled.
+    Activations are recomputed, and nothing is compiled.
     """
     bench, size = settings.bench, host.world.size
     tokens, host = bench.context_tokens, replace(host, hardware=replace(host.hardware, compile=False))
@@ -247,7 +247,7 @@ def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Ro
 
 
 def alone(host: Host, settings: ParallelBenchSettings, network: Network | None = None) -> Row:
-    """One GPU's step, on all of them at once, each by itself."""
+    """Time one GPU's step on all GPUs at the same time, each by itself; the row is the first one's."""
     chosen = choose(settings, host.hardware, ALONE)
     row = timed(chosen, network or Network(chosen), settings)
     by_gpu = host.world.all_gather(row["step_ms"])
@@ -258,7 +258,7 @@ def alone(host: Host, settings: ParallelBenchSettings, network: Network | None =
 def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twice: bool = False) -> Row:
     """Speed and memory of a run's step: ms of the slowest process's median, GiB of the one that holds most.
 
-    twice: also the bits that some steps end with, the first and a second time.
+    twice: also compute some steps twice, and compare the bits that they end with.
     """
     bench, hardware = settings.bench, chosen.hardware
     free(hardware.device)
@@ -270,13 +270,13 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
         if world.size > 1:
             tails.append(world.messages.tail.clone())
         marks.append(Mark(hardware.device))
-        marks[-2].wait()  # as the loop looks at a step's numbers while the next one is computed
+        marks[-2].wait()  # as the training loop reads a step's numbers while the next one is computed
     hardware.synchronize()
     spans = [1e3 * begin.seconds_to(end) for begin, end in pairwise(marks)][warmup:]
     found = world.all_gather([statistics.median(spans), hardware.peak_memory_gib()])
     step_ms, tokens = max(ms for ms, _ in found), chosen.settings["train"]["batch_tokens"]
     shown = {}
-    if tails:  # what each process told the others in the last steps
+    if tails:  # what each process sent the others in the last steps
         times = torch.stack([world.messages.parts_of(tail)[3] for tail in tails[-bench.steps :]]).median(0).values
         shown["computing"] = " ".join(f"{ms:.2f}" for ms in times.tolist())
     if twice:
@@ -296,13 +296,13 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
 
 
 def against(first: Row, row: Row) -> Row:
-    """How many times the tokens a second of one GPU: of the first one, and of the slowest."""
+    """Tokens a second over those of one GPU: of the first one, and of the slowest."""
     speedup = row["tokens_per_second"] / first["tokens_per_second"]
     return {"speedup": speedup, "speedup_of_slowest": speedup * first["slowest_ms"] / first["step_ms"]}
 
 
 def sum_beside_all_reduce(world: World, network: Network, step_ms: float) -> Row:
-    """Milliseconds of the sum that a step contains, and of the library's own over as many elements."""
+    """Milliseconds of the sum that a step contains, and of the library's all-reduce of as many elements."""
     weights = list(network.model.parameters())
     device = weights[0].device
     group = world.flat_mesh(device).get_group()
@@ -321,12 +321,12 @@ def sum_beside_all_reduce(world: World, network: Network, step_ms: float) -> Row
 
 
 def median_ms(call: Callable[[], object], world: World, device: torch.device) -> float:
-    """Of 20 calls after 5, one behind the other, in the slowest process."""
+    """Median ms of 20 consecutive calls, after 5 that are not counted, in the slowest process."""
     return max(world.all_gather(1e3 * statistics.median(laps(call, device, 5, 20))))
 
 
 def batch_of(chosen: Run, step: int) -> Batch:
-    """This process's rows of a step's random tokens, as `data.TokenBatches` deals them."""
+    """This process's rows of a step's random tokens, split as `data.TokenBatches` splits them."""
     draw, world, rows = torch.Generator().manual_seed(step), chosen.hardware.world, chosen.sequences
     tokens = torch.randint(chosen.vocab_size, (rows * world.data_size, chosen.seq_len + 1), generator=draw)
     own = tokens[rows * world.data_rank :][:rows].to(chosen.hardware.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # as any optimizer does at its first step, and here before imports are frozen
+import torch._dynamo  # any optimizer imports it at its first step; here that is before gc.freeze
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -26,7 +26,7 @@ class Host:
 
     Attributes:
         hardware: this process's.
-        worlds: number -> the first so many processes, as a world; those that this process is in.
+        worlds: size -> the world of the first `size` processes; only worlds that this process is in.
     """
 
     hardware: Hardware
@@ -39,17 +39,17 @@ class Host:
 
 
 def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -> Any:
-    """Run `function(host, settings)` in max(sizes) processes, over NCCL or gloo; what it returns in the first one.
+    """Run `function(host, settings)` in max(sizes) processes, over NCCL or gloo; return the first one's result.
 
     Raises:
-        ValueError: what one of them refused, or that its memory did not suffice.
+        ValueError: a process raised one, or ran out of memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         found = Path(folder) / "found"
-        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it names processes that it ends
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it logs the processes that it ends
         try:
             mp.spawn(_run, (sizes, port, function, settings, found), nprocs=max(sizes))
         except (mp.ProcessExitedException, mp.ProcessRaisedException):
@@ -62,7 +62,7 @@ def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -
 def _run(rank: int, *given: Any) -> None:
     try:
         _compute(rank, *given)
-    except (ValueError, torch.OutOfMemoryError) as error:  # the others may wait for this one, and end with it
+    except (ValueError, torch.OutOfMemoryError) as error:  # the others may wait for this one: its exit ends them
         *_, found = given
         refusal, unfinished = str(error), found.with_name(f"refusal_{rank}")
         if isinstance(error, torch.OutOfMemoryError):
@@ -70,7 +70,7 @@ def _run(rank: int, *given: Any) -> None:
                 f"process {rank} is out of memory ({refusal.partition('. GPU')[0]}); use smaller sizes or more GPUs"
             )
         unfinished.write_text(refusal)
-        unfinished.rename(found.with_name(f"refused_by_{rank}"))  # whole, though another one's end may end this one
+        unfinished.rename(found.with_name(f"refused_by_{rank}"))  # only once whole: another one's exit may end this one
         sys.exit(1)
 
 
@@ -88,7 +88,7 @@ def _compute(rank: int, sizes: list[int], port: int, function: Callable[..., Any
             if rank < size:
                 named = dist.PrefixStore(f"first_{size}", store)
                 worlds[size] = World(rank, size, rank, named, group)
-    gc.freeze()  # imports stay: what a cell leaves is collected without a look at them
+    gc.freeze()  # imported objects stay: collecting what a cell leaves does not scan them
     result = function(Host(hardware, worlds), settings)
     if rank == 0:
         found.write_bytes(pickle.dumps(result))

@@ -1,7 +1,7 @@
-"""The frame of every benchmark: rows of figures as a table, files with where they come from, a picture, a last line.
+"""The frame of every benchmark: rows of figures as a table, files with their provenance, a picture, a last line.
 
 A benchmark makes `Report(name, folder, hardware)`, calls `add` for each row, and `finish`. A row is a dictionary; one
-with a key `error` says in a few words why it has no figures. What was added is in the folder's file from then on.
+with a key `error` says in a few words why it has no figures. A row is in the folder's file once it is added.
 """
 
 import json
@@ -49,10 +49,10 @@ def colour(attention: str, number: int) -> str:
 
 
 def refuse_unknown(group: str, config: Any, **known: Iterable[Any]) -> None:
-    """ValueError where a value of `config`, alone or in a list, is not among the known ones of its field, or twice in
-    its list; None may be.
+    """Raise ValueError where a value of `config`, alone or in a list, is not among the known ones of its field, or is
+    twice in its list; None is allowed.
 
-    group: what a user types before the names: "bench.", or "" of keys that have no group.
+    group: what a user types before the names: "bench.", or "" for keys without a group.
     """
     for name, allowed in known.items():
         found = getattr(config, name)
@@ -65,7 +65,7 @@ def refuse_unknown(group: str, config: Any, **known: Iterable[Any]) -> None:
 
 
 def refuse_out_of_range(group: str, config: Any, *names: str) -> None:
-    """ValueError where a number of `config`, alone or in a list, is below 1 or above LARGEST; None may be.
+    """Raise ValueError where a number of `config`, alone or in a list, is below 1 or above LARGEST; None is allowed.
 
     group: as for `refuse_unknown`.
     """
@@ -79,9 +79,9 @@ def refuse_out_of_range(group: str, config: Any, *names: str) -> None:
 
 
 def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs: str = "an NVIDIA GPU") -> None:
-    """ValueError where a benchmark's default sizes, a GPU's, would run on a CPU: it would take hours and say nothing.
+    """Raise ValueError where a benchmark's default sizes, meant for a GPU, would run on a CPU: hours, for no figure.
 
-    TRITON_INTERPRET=1 says that a smoke test is meant. Call this before `set_up` and before any process is started.
+    With TRITON_INTERPRET=1 it is a smoke test and may run. Call this before `set_up` and before any process is started.
 
     what: what is measured, in words that begin a sentence. smoke: arguments with which a smoke test takes seconds.
     """
@@ -102,7 +102,7 @@ def set_up_gpu(what: str, config: HardwareConfig, smoke: str) -> Hardware:
 
 
 def not_compiled(config: HardwareConfig) -> HardwareConfig:
-    """For a benchmark of which nothing of ours is compiled, and whose description says so."""
+    """Return `config` with compile=False, for a benchmark that compiles nothing of ours. Raises ValueError for true."""
     if config.compile:
         raise ValueError("hardware.compile=true: nothing of ours is compiled here; leave it out")
     return replace(config, compile=False)
@@ -214,7 +214,7 @@ class Report:
         return {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
 
     def add(self, *rows: Row) -> None:
-        """Add what was measured, and write it to the file: it outlives a benchmark that is stopped.
+        """Add what was measured and write it to the file, so that it outlives a benchmark that is stopped.
 
         A terminal gets a line, because the tables come at the end.
         """
@@ -244,8 +244,8 @@ class Report:
     def finish(self, *tables: Table, last: dict[str, Any] | None = None, expects_figures: bool = True) -> None:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found.
 
-        ValueError where there is no row: what could not be measured has one, with its `error`. Where all rows have
-        one and figures were to be expected, the program exits as for a user's mistake.
+        Raises ValueError where there is no row: even what could not be measured has a row, with an `error`. Where all
+        rows have an `error` and `expects_figures`, the program exits as for a user's mistake.
         """
         if not self.rows and not any(shown.lines for shown in tables):
             raise ValueError("nothing was measured: a list that says what is empty; name something in it or drop it")
@@ -263,7 +263,7 @@ class Report:
 
 
 def without_nan(found: Any) -> Any:
-    """`found` with None in place of each number that is not finite, which JSON has no word for."""
+    """`found` with None in place of each number that is not finite, which JSON cannot write."""
     if isinstance(found, dict):
         return {key: without_nan(value) for key, value in found.items()}
     if isinstance(found, list | tuple):
@@ -317,7 +317,7 @@ def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callab
             ends = []
             for number, name in enumerate(attention):
                 style = {"color": colour(attention[name], number), "markersize": 4, "label": name}
-                style["zorder"] = 3 - number / len(attention)  # the first, ours, above those that it hides
+                style["zorder"] = 3 - number / len(attention)  # the first, ours, is drawn on top
                 style["linestyle"] = STYLES[alike[name].index(name) % len(STYLES)]
                 part = [row for row in rows if label(row) == name and panel.of(row)]
                 done = [(row["seq_len"], row[panel.key]) for row in part if row.get(panel.key)]

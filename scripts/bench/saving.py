@@ -1,10 +1,10 @@
 """What a save in the background costs the loop.
 
 Pairs of blocks of steps: one block begins with a save, as train.py saves, and competes with the writing; the other does
-not save; which comes first alternates. The difference is what one save costs the loop, at any cadence that leaves the
-writing its time, so a short measurement answers for long runs. To expect on a GPU: the copies to pinned host memory, 12
-bytes a parameter at what the bus carries (124M: 1.5 GB, 30 ms at 50 GB/s), because they stand in the stream of the
-steps; hashing and writing run beside it and leave Python's lock to the loop.
+not save; which comes first alternates. The difference is what one save costs the loop, at any interval in which the
+writing can finish, so a short measurement holds for long runs. The expected cost on a GPU is that of the copies to
+pinned host memory, 12 bytes a parameter at the bus's bandwidth (124M: 1.5 GB, 30 ms at 50 GB/s), because they are in
+the stream of the steps; hashing and writing run beside the loop and leave Python's lock to it.
 """
 
 import math
@@ -22,7 +22,7 @@ from training.saver import Saver
 
 PAIRS = 5  # of blocks; the median of their differences is reported
 BLOCK_SECONDS = 3.0  # about what writing 1.5 GB takes, and long enough for one step's jitter not to matter
-PROMISE = 0.02  # of the loop's time is the most that saving may cost
+PROMISE = 0.02  # the share of the loop's time that saving may cost at most
 
 
 def save_cost(step: Callable[[], None], model: GPT, optimizer: Optimizer, hardware: Hardware, folder: Path) -> Row:
@@ -39,7 +39,7 @@ def save_cost(step: Callable[[], None], model: GPT, optimizer: Optimizer, hardwa
             state = {"optimizer": optimizer.state_dict(), "random": random_states(hardware.device)}
             saver.save(model, state, {"step": number}, best=False)
 
-        save(0)  # takes the host memory
+        save(0)  # allocates the host memory
         saver.wait()
         began = time.perf_counter()
         steps(10)

@@ -8,14 +8,13 @@ All train on the same text and tokens and are judged on the same held-out window
 seed by seed. Ours is the run that `train.py` would be. nanoGPT is its own model.py and recipe
 (scripts/bench/opponents.py) at its own learning rate, the first of `nanogpt.lr`, and at the best of them;
 `bench.opponents=[nanogpt,nanochat]` adds nanochat, and ratios are to the first one named; `bench.opponents=[]` trains
-ours alone. A run of theirs ends at the target, or where it overfits. Theirs is not stored here: `git clone
+ours alone. A run of theirs ends at the target, or where it overfits. Their code is not stored here: `git clone
 https://github.com/karpathy/nanoGPT .cache/nanoGPT`, and nanochat likewise.
 `'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed.
 
 Seconds are those of training steps alone, without evaluation and saving. The first step, which compiles, counts as one
-of the steps after it. Between two evaluations the loss is taken to be a straight line. A ratio of times is a ratio of
-tokens times one of tokens a second. The run's folder gets time_to_loss.json, .md and .png. The last line is one JSON
-object.
+of the steps after it. Between two evaluations the loss is interpolated linearly. A ratio of times is a ratio of tokens
+times one of tokens a second. The run's folder gets time_to_loss.json, .md and .png. The last line is one JSON object.
 """
 
 import contextlib
@@ -78,7 +77,7 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     quiet = {"eval_every": bench.every, "log_every": bench.every, "sample_tokens": 0, "save_every": 0}
     settings = replace(settings, train=replace(settings.train, **quiet))
     ours = {"ours": settings} | {f"ours, {change}": changed(settings, change) for change in bench.changes}
-    # what cannot be is refused here, before anything is trained
+    # impossible runs are refused here, before anything is trained
     chosen, *_ = [resolve(one, run_dir) for one in ours.values()]
     report = Report("time_to_loss", run_dir, chosen.hardware.description)
     opponents: list[Opponent] = [getattr(settings, name) for name in bench.opponents]
@@ -106,11 +105,11 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
     title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
     shown = table(report.rows, NAMES, FIGURES, title, caption(peer) if peer else "")
-    report.finish(shown, expects_figures=False)  # that nobody comes to the target is a result
+    report.finish(shown, expects_figures=False)  # that no run reaches the target is a result
 
 
 def caption(peer: str) -> str:
-    """What the columns of ratios are."""
+    """What the columns of ratios mean."""
     return f"times as fast as {peer} at its own learning rate, and at its best; each is by tokens x by rate"
 
 
@@ -123,10 +122,10 @@ def folder_of(name: str) -> str:
 
 
 def curve_of_ours(settings: TimeToLossSettings, folder: Path, seed: int) -> Curve:
-    """Train ours; what it printed is in console.txt of its folder."""
+    """Train ours, with its output in console.txt of its folder."""
     train_aside(replace(settings, train=replace(settings.train, seed=seed)), folder)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of megabytes a run, which nobody needs
-    # of the first step, which compiles, no rate is known
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of megabytes a run, not needed any more
+    # the first step, which compiles, has no rate
     records = [r for r in read_run(folder)["records"] if "val_loss" in r and "tokens_per_second" in r]
     curve = [(record["tokens"], record["training_seconds"], record["val_loss"]) for record in records]
     if not curve:
@@ -138,7 +137,7 @@ def curve_of_ours(settings: TimeToLossSettings, folder: Path, seed: int) -> Curv
 
 
 def curve_of_opponent(settings: TimeToLossSettings, chosen: Run, config: Opponent, lr: float, seed: int) -> Curve:
-    """Train an opponent until it is at the target or overfits, at most to the end of its schedule."""
+    """Train an opponent until it reaches the target or overfits, at most to the end of its schedule."""
     torch.compiler.reset()
     hardware, dataset = chosen.hardware, chosen.dataset
     held_out = EvaluationSet.of(dataset, chosen.seq_len, settings.train.eval_windows)
@@ -164,7 +163,7 @@ def curve_of_opponent(settings: TimeToLossSettings, chosen: Run, config: Opponen
 
 
 def crossing(curve: Curve, target: float) -> tuple[float, float] | None:
-    """(tokens, seconds) where the loss is first at `target`; None where it never is."""
+    """(tokens, seconds) where the loss first reaches `target`; None where it never does."""
     before = (0.0, 0.0, math.inf)
     for point in curve:
         if point[2] <= target:
@@ -175,7 +174,7 @@ def crossing(curve: Curve, target: float) -> tuple[float, float] | None:
 
 
 def reached(curves: dict[tuple[str, int], Curve], contender: str) -> float:
-    """The loss to which `contender` comes with every seed."""
+    """The loss that `contender` reaches with every seed."""
     return max(min(loss for *_, loss in curve) for (name, _), curve in curves.items() if name == contender)
 
 
@@ -204,7 +203,7 @@ FIGURES: Columns = {
 
 
 def rows_of(curves: dict[tuple[str, int], Curve], target: float, peer: str) -> list[Row]:
-    """A row for each name: means over its seeds, and how often as fast it is as `peer`, if that is anyone."""
+    """A row for each name: means over its seeds, and how many times as fast as `peer` it is, unless `peer` is empty."""
     rows = []
     for name in dict.fromkeys(name for name, _ in curves):
         own = [curve for (its_name, _), curve in curves.items() if its_name == name]
@@ -222,7 +221,7 @@ def rows_of(curves: dict[tuple[str, int], Curve], target: float, peer: str) -> l
 
 
 def figures(curves: list[Curve], target: float) -> Row:
-    """Of one contender's seeds; where one never comes to the target, `error` says so in place of times."""
+    """Figures over one contender's seeds; where one never reaches the target, `error` says so in place of times."""
     least = [min(loss for *_, loss in curve) for curve in curves]
     row = {"least_loss": statistics.mean(least), "least_losses": least}
     row["tokens_per_second"] = sum(c[-1][0] for c in curves) / sum(c[-1][1] for c in curves)

@@ -58,7 +58,7 @@ class BenchSettings(Settings):
     bench: BenchConfig = field(default_factory=BenchConfig)
 
     def __post_init__(self) -> None:
-        if self.bench.seq_len and self.data.seq_len not in self.bench.seq_len:  # of no row, and in no row's way
+        if self.bench.seq_len and self.data.seq_len not in self.bench.seq_len:  # no row uses it: it must not be refused
             self.data = replace(self.data, seq_len=self.bench.seq_len[0])
         super().__post_init__()
 
@@ -72,7 +72,7 @@ class BenchSettings(Settings):
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware, trains=True), settings.bench
     report = Report("bench_training", run_dir, hardware.description)
-    rows = [  # what cannot be is refused here, before anything is trained
+    rows = [  # impossible rows are refused here, before anything is trained
         (attention, one_row(settings, *chosen, attention, hardware))
         for *chosen, attention in product(
             bench.seq_len or [settings.data.seq_len],
@@ -131,7 +131,7 @@ def one_row(
 
 
 def refuse_other_vocabulary(model: GPTConfig, vocab_size: int) -> None:
-    """ValueError where a model of transformers has fewer tokens than are drawn."""
+    """Raise ValueError where a model of transformers has fewer tokens than are drawn."""
     if model.name is None:
         return
     from model.huggingface_model import their_config
