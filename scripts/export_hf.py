@@ -141,7 +141,7 @@ def _public(name: str) -> str:
 
 
 def validation(checkpoint: Checkpoint) -> dict[str, str]:
-    """The last figures on held-out text up to this checkpoint, from the metrics of the run in whose folder it lies."""
+    """The last figures on held-out text up to this checkpoint, from the metrics of the run whose folder holds it."""
     run = checkpoint.path.parent.parent
     records = read_run(run)["records"] if (run / "metrics.jsonl").is_file() else []
     evaluated = [r for r in records if r.get("val_bits_per_byte") is not None and r["step"] <= checkpoint.step]

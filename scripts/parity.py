@@ -111,7 +111,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     head_dim, device = settings.model.head_dim, set_up(settings.hardware).device
     disguises = nulls(settings.parity.nulls, settings.data.seq_len, head_dim, device)
     plan = plan_runs(settings, run_dir, disguises)
-    runs, curves = {}, {}  # name -> what the report says of a run, and its losses
+    runs, curves = {}, {}  # name -> a run's entry in the report, and its losses
     for number, (name, (changed, attend)) in enumerate(plan.items(), 1):
         print(f"[{number}/{len(plan)}] {name}", end=" ", flush=True)
         runs[name] = train_once(changed, run_dir / folder_of(name), attend)

@@ -8,7 +8,7 @@ Out of memory is a row.
 
 `bench.attention=[flash,flash4,flash4_deterministic]` times FlashAttention-4 where the package flash-attn-4 is
 installed; its backward adds dQ in any order unless it is deterministic. Ours always is.
-`bench.mask` also takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence,
+`bench.mask` also accepts `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence,
 causal. A row of less than 1 ms also has the host's time in Python, which is not part of its time. The run's folder gets
 attention.json and charts of speed and memory against N.
 

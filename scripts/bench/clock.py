@@ -133,7 +133,7 @@ def of_tokens(
     *,
     with_host: bool = True,
 ) -> dict[str, float | None]:
-    """Figures of `call`, which computes `count` tokens, after a first call that builds what is built once."""
+    """Figures of `call`, which computes `count` tokens, after a first call for what is built once."""
     call()
     peak, times = peak_gib(call, device), measure(call, device, budget_ms, runs, with_host=with_host)
     rate = 1e3 * count / times.p50

@@ -156,7 +156,7 @@ def instructions(sass: str, name: str) -> list[str]:
 
 
 def without_lines(ptx: str, name: str) -> str:
-    """PTX without what only says which source line an instruction comes from."""
+    """PTX without the parts that only map instructions to source lines."""
     code = ptx.replace(name, "kernel").split(".section\t.debug")[0]
     return re.sub(r"(?m)^\s*(\.loc|\.file|\$L__tmp\d+:|\$L__func_).*\n|\s*//.*$", "", code)
 

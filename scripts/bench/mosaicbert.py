@@ -141,7 +141,7 @@ def batch(seq_len: int, rows: int, lengths: str) -> tuple[Tensor, Tensor]:
 
 
 def models(settings: MosaicBertBenchSettings, seq_len: int, device: torch.device) -> Iterator[tuple[str, BertModel]]:
-    """One after the other, on `device`, with equal weights, each with its own bias table where it has one."""
+    """Yield the models one by one, on `device`, with equal weights, each with its own bias table where it has one."""
     torch.manual_seed(0)
     made = BertModel(dnabert2_config(num_hidden_layers=settings.num_layers, alibi_starting_size=1)).to(device).eval()
     for name in settings.attention:

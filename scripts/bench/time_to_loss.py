@@ -45,7 +45,7 @@ class TimeToLossConfig:
     target: float | None = 1.8857  # held-out, in nats a token; null: what the first opponent reaches at its own rate
     every: int = 25  # steps of ours between two evaluations; an opponent's are as many tokens apart
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # of weights, batches and dropout
-    changes: list[str] = field(default_factory=list)  # KEY=VALUE: ours once more with that, a row each
+    changes: list[str] = field(default_factory=list)  # KEY=VALUE: for each, a row of ours with that key changed
     opponents: list[str] = field(default_factory=lambda: ["nanogpt"])  # nanogpt | nanochat; []: ours alone
 
     def __post_init__(self) -> None:
