@@ -290,7 +290,7 @@ def explain_step(settings: ExplainSettings, run_dir: Path) -> tuple[dict, list[T
 
 
 def number_of_tokens(settings: ExplainSettings, resumed: Checkpoint | None) -> int:
-    """The tokenizer's, or those of the resumed run. Raises ValueError where that run cannot go on with `settings`."""
+    """Token ids of the tokenizer, or of the resumed run. Raises ValueError where that cannot go on with `settings`."""
     name, state = settings.tokenizer, None
     if resumed is None:
         return settings.vocab_size or VOCABULARY.get(name) or build_tokenizer(name).n_vocab

@@ -16,7 +16,7 @@ from kernels.device import l2_bytes
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 _ON_A_CPU = 3  # runs
-_AHEAD = 2  # how many times the host's time for one call the GPU is kept busy meanwhile
+_AHEAD = 2  # the GPU is kept busy for this many times the host's time for one call
 _REPLAYS = 7  # of a graph with a call, and of one without; the median of their differences counts
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ class GraphClock:
             self.sum = torch.empty((), device=device)
 
     def __call__(self, call: Callable[[], object], fewest: int = 3) -> Callable[[], float]:
-        """Capture `call` at least `fewest` times; return what measures its microseconds. A CPU has no graph."""
+        """Capture `call` at least `fewest` times; return a function for its microseconds. A CPU has no graph."""
         if self.device.type != "cuda":
             return lambda: 1e3 * measure(call, self.device).p50
         side = torch.cuda.Stream()

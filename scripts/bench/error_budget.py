@@ -1,4 +1,4 @@
-"""How wrong attention is: `python -m scripts.bench.error_budget` compares ours, the plain formula and SDPA to float64.
+"""How wrong attention is: `python -m scripts.bench.error_budget` compares ours, PyTorch's formula and SDPA to float64.
 
 For each feature, dtype and head dimension: the largest error of O, dQ, dK and dV, ours beside the plain PyTorch
 formula in the same precision and beside scaled_dot_product_attention, and the bias of O: its mean signed error over

@@ -4,11 +4,11 @@ It starts one process a GPU itself, and all cells run in them:
 
     replicate  tokens a second at the same tokens a GPU; the sum of the gradients beside NCCL's all-reduce
     hashes     SHA-256 of weights and moments after some steps, from 1, 2 and 4 processes: they must be equal
-    context    a row of tokens on one GPU and on all of them, by heads and in a ring; and one as many times as long as
-               there are GPUs on all of them, which share weights too
+    context    a row of tokens on one GPU and on all of them, by heads and in a ring; and a row W times as long on W
+               GPUs, which share weights too
     shard      tokens a second of 1.3 billion parameters, whose weights and moments the processes share
 
-In shard, and in context but for the longer row, steps from the same weights are computed twice and must end with the
+In shard, and in context except for the longer row, steps from the same weights are computed twice and must end with the
 same SHA-256 of weights. One GPU's speed is that of the first. All are also timed alone, at the same time, because a
 step of several takes as long as on the slowest: `rest` is a step's time less that of the slowest alone and less the
 sum. Random tokens; the step is that of `train.py`, compiled and as CUDA graphs where the run would be. The last line is
@@ -147,7 +147,7 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
                 torch.compiler.reset()
             free(host.hardware.device)
         for row in known[name](host, settings, network):
-            host.world.on_first(print)(json.dumps(row), flush=True)  # kept, should a later one fail
+            host.world.on_first(print)(json.dumps(row), flush=True)  # so it is known if a later one fails
             rows.append(row)
     return host.hardware.description, rows
 
@@ -221,7 +221,7 @@ def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]
 
 
 def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]:
-    """A row that the processes share, and one with as many tokens on each GPU, for which they shard the weights too.
+    """A row that the processes share, and one with that many tokens on each GPU, for which they shard weights too.
 
     Activations are recomputed, and nothing is compiled.
     """

@@ -79,7 +79,7 @@ def refuse_out_of_range(group: str, config: Any, *names: str) -> None:
 
 
 def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs: str = "an NVIDIA GPU") -> None:
-    """Raise ValueError where a benchmark's default sizes, meant for a GPU, would run on a CPU: hours, for no figure.
+    """Raise ValueError where a benchmark's default sizes, a GPU's, would run on a CPU for hours and show nothing.
 
     With TRITON_INTERPRET=1 it is a smoke test and may run. Call this before `set_up` and before any process is started.
 
