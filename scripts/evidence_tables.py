@@ -21,7 +21,7 @@ wrote every figure into the files of this folder, and `python -m scripts.evidenc
 typed. With each table stand the machine, the versions, the commit and the command that measured it."""
 PEERS = {
     "flash4": "FlashAttention-4", "flash4_deterministic": "FlashAttention-4, deterministic", "sdpa_cudnn": "cuDNN",
-    "sdpa_flash": "FlashAttention-2", "flex": "FlexAttention", "naive": "naive",
+    "sdpa_flash": "PyTorch's FlashAttention-2", "flex": "FlexAttention", "naive": "naive",
 }  # fmt: skip
 Reports = dict[str, dict[str, Any]]  # an experiment's own name -> what its program wrote
 
@@ -48,13 +48,14 @@ def rows_of(found: Reports) -> list[Row]:
 
 def printed(program: str) -> Callable[[Reports], Table]:
     """The rows as scripts.bench.<program> prints them, with the experiment's name where there are several, and its
-    CAPTION."""
+    TITLE and CAPTION, which may name facts of the report."""
 
     def made(found: Reports) -> Table:
         columns = import_module(f"scripts.bench.{program}")
         run = {"run": "{experiment}"} if len(found) > 1 else {}
-        caption = getattr(columns, "CAPTION", "")
-        return table(rows_of(found), run | columns.NAMES, columns.FIGURES, caption=caption)
+        report = next(iter(found.values()))
+        title, caption = (getattr(columns, name, "").format_map(report) for name in ("TITLE", "CAPTION"))
+        return table(rows_of(found), run | columns.NAMES, columns.FIGURES, title, caption)
 
     return made
 
@@ -91,7 +92,10 @@ def shape_of(row: Row) -> tuple:
 
 def beside_peers(found: Reports) -> Table:
     rows = rows_of(found)
-    means = [f"{which} {statistics.geometric_mean(r):.3f}x {PEERS[peer]}" for (which, peer), r in ratios(rows).items()]
+    means = [
+        f"{which} {statistics.geometric_mean(r):.3f}x {PEERS[peer]} ({sum(x < 1 for x in r)} of {len(r)} below 1)"
+        for (which, peer), r in ratios(rows).items()
+    ]
     shown, order = [], ["flash", *PEERS]
     for row in rows:
         error = row.get("error")
@@ -100,8 +104,12 @@ def beside_peers(found: Reports) -> Table:
         figure = "" if error else cell("{tflops:.0f} ({ratio:.2f}x)" if "ratio" in row else "{tflops:.0f}", row)
         shown.append(row | {"name": PEERS.get(row["attention"], "flash"), "figure": figure})
     shown.sort(key=lambda row: (row["pass"] != "forward", order.index(row["attention"])))
-    title = "TFLOP/s by head_dim D and N tokens; in parentheses a peer's time over ours, so above 1 ours is faster:"
-    caption = f"Geometric means of these ratios: {'; '.join(means)}"
+    tokens, hidden = rows[0]["batch"] * rows[0]["seq_len"], rows[0]["num_heads"] * rows[0]["head_dim"]
+    title = (
+        f"TFLOP/s by head_dim D and N, of {tokens:,} tokens and {hidden:,} columns a call; in parentheses a peer's time "
+        "over ours, so above 1 ours is faster:"
+    )
+    caption = f"Geometric means of these ratios: {'; '.join(means)}. The host's time in Python is not in them."
     return pivot(shown, SHAPE, "{pass}: {name}", "{figure}", title, caption)
 
 
@@ -190,16 +198,30 @@ def repeats(found: Reports) -> Table:
     return table(rows, {"attention": "{attention}"}, {"passed": "{n} of {repeats}"})
 
 
+def training(found: Reports) -> Table:
+    """The rows of scripts.bench.training, and what its forecast refused."""
+    shown = printed("training")(found)
+    sizes = {row["micro_batch"] * row["seq_len"] for row in rows_of(found) if row.get("micro_batch")}
+    if any(row.get("why") for row in rows_of(found)) and len(sizes) == 1:
+        shown.caption = (
+            f"Micro-batches of {sizes.pop():,} tokens. Out of memory: by the forecast, without a step, but where the "
+            "row before it ran; a smaller micro-batch may fit."
+        )
+    return shown
+
+
 def profile(found: Reports) -> Table:
     rows = [{"run": run} | group for run, report in found.items() for group in report["groups"]]
     rows += [{"run": run, "name": "a step", "ms": report["step_ms"], "share": 1.0} for run, report in found.items()]
     return pivot(rows, {"part of the step": "{name}"}, "{run}, ms", "{ms:.2f} ({share:.0%})")
 
 
-def of_cells(*cells: str, names: Columns, figures: Columns, having: str = "cell") -> Callable[[Reports], Table]:
+def of_cells(
+    *cells: str, names: Columns, figures: Columns, having: str = "cell", caption: str = ""
+) -> Callable[[Reports], Table]:
     """Make a table of the rows of these cells of scripts.bench.parallel that have a figure `having`."""
     return lambda found: table(
-        [row for row in rows_of(found) if row["cell"] in cells and having in row], names, figures
+        [row for row in rows_of(found) if row["cell"] in cells and having in row], names, figures, caption=caption
     )
 
 
@@ -209,6 +231,7 @@ SHARED_STEP = of_cells(
     figures={"tokens/s": "{tokens_per_second:,}", "of one GPU": "{speedup:.3f}",
              "of the slowest": "{speedup_of_slowest:.3f}", "ms a step": "{step_ms:.1f}",
              "each GPU alone, ms": "{alone}", "GiB a GPU": "{peak_memory_gib:.2f}", "the same bits twice": "{twice}"},
+    caption="The rows of `context` are eager, with full activation checkpointing; the others are as the line above says.",
 )  # fmt: skip
 SHARED_SUM = of_cells(
     "replicate",
@@ -224,7 +247,7 @@ SHARED_BITS = of_cells(
     names={"optimizer": "{optimizer}", "GPUs": "{processes}"},
     figures={"steps": "{steps}", "SHA-256 of weights and moments": "{sha256}", "equal": "{equal}"},
 )
-BENCH, STEP = "bench_training.json", printed("training")
+BENCH, STEP = "bench_training.json", training
 PAGE = (
     Part("Attention beside its peers", "attention/peers/attention.json", beside_peers),
     Part("Attention beside more peers", "attention/speed/attention.json", beside_peers),
@@ -285,10 +308,10 @@ def headline(folder: Path) -> str:
     lines = []
     if found := reports(folder, "attention/peers/attention.json"):
         beside = ratios(rows_of(found))
-        means = {key: f"{statistics.geometric_mean(r):.2f}" for key, r in beside.items()}
+        means = {key: f"{statistics.geometric_mean(r):.2f} ({min(r):.2f} to {max(r):.2f})" for key, r in beside.items()}
         shown = [p for p in ("sdpa_cudnn", "flash4") if {("forward", p), ("backward", p)} <= beside.keys()]
         speeds = [
-            f"{means['forward', peer]} times {PEERS[peer]}'s speed forward and {means['backward', peer]} times backward"
+            f"{PEERS[peer]}'s speed times {means['forward', peer]} forward and {means['backward', peer]} backward"
             for peer in shown
         ]
         if shown:
@@ -304,13 +327,16 @@ def headline(folder: Path) -> str:
         speeds = ", ".join(cell(one if row["processes"] == 1 else several, row) for row in steps)
         step = cell("{batch_tokens:,} tokens a GPU and step in sequences of {seq_len:,}", steps[0])
         equal = [row["equal"] for row in rows_of(found) if row["cell"] == "hashes"]
-        bits = " with the same bits," if equal and all(equal) else ""
+        bits = " one batch gives the same bits on both," if equal and all(equal) else ""
         soon = ""
         race = reports(folder, "time_to_loss/shakespeare/time_to_loss.json")
         if ours := next((row for row in rows_of(race) if row["name"] == "ours" and "times_best" in row), None):
             (target,) = {report["target"] for report in race.values()}
             form = "; to a loss of {target} on Shakespeare {times:.1f} times as soon as nanoGPT, {times_best:.1f} with"
-            soon, found = cell(f"{form} its learning rate tuned", ours | {"target": target}), found | race
+            soon, found = (
+                cell(f"{form} its learning rate tuned and its schedule kept", ours | {"target": target}),
+                found | race,
+            )
         lines.append(f"- **Training**: GPT-2 124M at {speeds},{bits} {step}{soon} ({_brief(found)})")
     if found := reports(folder, "generation/bench_generation.json"):
         speed = {
@@ -318,7 +344,8 @@ def headline(folder: Path) -> str:
             for row in rows_of(found)
             if row["choice"] == "greedy"
         }
-        names = {"gpt": "ours", "transformers_static": "transformers with its static cache"}
+        (version,) = {report.get("transformers", "") for report in found.values()}
+        names = {"gpt": "ours", "transformers_static": f"transformers {version} with its static cache"}
         drawn = [
             f"{speed[model, 1]:,.0f} alone and {speed[model, 64]:,.0f} in a batch of 64 ({name})"
             for model, name in names.items()
@@ -331,7 +358,7 @@ def headline(folder: Path) -> str:
         passed = sum(report["verdicts"]["flash"]["passes"] for report in judged.values())
         lines.append(
             f"- **The same training**: flash is as near to naive attention as rounding alone in {passed} of "
-            f"{len(judged)} parity runs ({_brief(judged)})"
+            f"{len(judged)} parity runs, each judged by 5 to 8 runs that differ in rounding ({_brief(judged)})"
         )
     return "\n".join(lines)
 

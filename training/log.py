@@ -339,7 +339,7 @@ def provenance() -> dict[str, Any]:
         "commit": git_commit(),
         "command": command(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
@@ -388,7 +388,7 @@ def git_commit() -> str | None:
         return None
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

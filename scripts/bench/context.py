@@ -71,10 +71,11 @@ def main(settings: ContextBenchSettings, run_dir: Path) -> None:
     hardware, rows = on_each_gpu([settings.gpus], work, settings)
     more = {"heads": [settings.num_heads, settings.num_kv_heads, settings.head_dim]}
     report = Report("bench_context", run_dir, f"{settings.gpus} x {hardware}", rows, more)
-    title = f"attention, forward and backward, causal, {settings.num_heads} heads of {settings.head_dim}"
-    report.finish(table(rows, NAMES, FIGURES, title, "bits: O, dQ, dK and dV are one GPU's"))
+    report.finish(table(rows, NAMES, FIGURES, TITLE.format_map(more), CAPTION))
 
 
+TITLE = "attention, forward and backward, causal, {heads[0]} heads of {heads[2]}"
+CAPTION = "bits: O, dQ, dK and dV are one GPU's"
 NAMES: Columns = {"tokens": "{seq_len:,}", "way": "{way}", "GPUs": "{gpus}"}
 FIGURES: Columns = {
     "forward ms": "{forward_ms:.2f}",

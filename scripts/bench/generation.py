@@ -100,7 +100,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     said = "Ours alone."
     if peer is not None:
         report.more = same_model(model, peer, prompts_of(bench, 4, min(64, bench.prompt_tokens)))
-        said = SAME_MODEL.format_map(report.more)
+        said = TITLE.format_map(report.more)
 
     def caller(name: str, choice: str) -> Callable[[Prompts, int], Marks]:
         if name == OURS:
@@ -125,13 +125,13 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     report.finish(table(report.rows, NAMES, FIGURES, "generate()", f"{said} {CAPTION}"))
 
 
-SAME_MODEL = (
+TITLE = (
     "With the same weights transformers {transformers} gives logits {logits_apart:.1e} of the largest apart, and "
     "{equal_tokens:.1%} of {tokens} greedy tokens are equal."
 )
 CAPTION = (
-    "Of steps: after the first token of each prompt. Copies and waits: of the host, a step. / forward: the time over "
-    "that of the model's plain forward."
+    "Of steps: after the first token of each prompt; of transformers, which reports nothing between steps, of the whole "
+    "call. Copies and waits: of the host, a step. / forward: the time over that of the model's plain forward."
 )
 NAMES: Columns = {
     "model": "{model}",

@@ -65,9 +65,10 @@ def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
                 row |= PARTS[part](model, settings, hardware.device)
             report.add(row)
             model.zero_grad()
-    report.finish(table(report.rows, NAMES, FIGURES, "Llama-3.2-1B's sizes, random weights"))
+    report.finish(table(report.rows, NAMES, FIGURES, TITLE))
 
 
+TITLE = "Llama-3.2-1B's sizes, random weights"
 NAMES: Columns = {"part": "{part}", "attention": "{attention}", "its kernels": "{kernels}"}
 FIGURES: Columns = {
     "ms": "{ms:.2f}",

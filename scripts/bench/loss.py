@@ -50,10 +50,11 @@ def main(settings: LossBenchSettings, run_dir: Path) -> None:
         with facts_as_errors(row):
             row |= measured(settings, loss, hardware, exact, *inputs)
         report.add(row)
-    title = f"head and loss of {settings.tokens:,} tokens, forward and backward"
-    report.finish(table(report.rows, NAMES, FIGURES, title, "errors relative to float64, by norm"))
+    report.finish(table(report.rows, NAMES, FIGURES, TITLE.format_map(report.more), CAPTION))
 
 
+TITLE = "head and loss of {tokens:,} tokens, forward and backward"
+CAPTION = "errors relative to float64, by norm"
 NAMES: Columns = {"head and loss": "{name}"}
 FIGURES: Columns = {
     "ms": "{ms:.2f}",
