@@ -101,7 +101,7 @@ def end_of_items(sizes):
 
 @gluon.jit
 def draw_item(done, draws):
-    """Draw the next item and publish its number to all roles. Called by the producer, after the loads of `done`."""
+    """Draw the next item and publish its number to all roles. Called by the producer after loading `done` items."""
     counter, told, told_full, told_empty = draws
     item = gl.atomic_add(counter, 1, sem="relaxed")
     place, use = slot(done, 2)
