@@ -1,6 +1,6 @@
 """Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps.
 
-Roles. Two or three consumer warpgroups own 64 queries each; one producer warp issues all loads. A program takes one
+Roles. Two or three consumer warpgroups own 64 queries each; one producer warp issues all loads. A program computes one
 query tile (a plain grid) or one after another (a persistent grid, whose producer runs ahead into the next tile);
 `plan_for` says which. Order of the tiles and key ranges: schedule.py; barriers: pipeline.py; arithmetic: softmax.py.
 

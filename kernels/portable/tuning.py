@@ -244,7 +244,7 @@ def decode_memory(
 
 
 def variant_of(options: Options) -> str:
-    """The table's variant for a call: what takes registers before what masks."""
+    """The table's variant for a call: the options that need registers come before the masks."""
     if options.dropout_p > 0.0:
         return "dropout"
     if options.softcap > 0.0:
