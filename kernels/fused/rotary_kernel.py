@@ -95,7 +95,7 @@ def rotary_kernel(
         if NORM:
             scale_at = scale_ptr + (batch * num_tokens + tokens) * (NUM_HEADS + KV_HEADS) + first_head + heads
             known = tokens + 0 * heads < num_tokens
-            if INVERSE:  # gradient of y = scale * x; a rotation does not change sums over whole heads
+            if INVERSE:  # gradient of y = scale * x; a rotation keeps the inner products of whole heads
                 u = tl.load(turned, mask=inside, other=0.0).to(tl.float32)
                 w = tl.load(turned + HALF, mask=inside, other=0.0).to(tl.float32)
                 mean = tl.sum(x * u + y * w, 2, keep_dims=True) / (2 * HALF)

@@ -61,7 +61,7 @@ def _check(caches: tuple, scales: tuple, places: tuple, new: tuple) -> None:
 
 
 def _stored(cache: Tensor, scale: Tensor | None, new: Tensor, places: tuple) -> Tensor:
-    """Return new (Hkv, N, D) as the cache stores them, (N, Hkv, D). Writes a scale that each token and head has."""
+    """Return new (Hkv, N, D) as the cache stores them, (N, Hkv, D). Scales per token and head are written."""
     values = new.transpose(0, 1)
     if scale is not None:
         largest = EIGHT_BITS[cache.dtype]

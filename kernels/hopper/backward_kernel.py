@@ -219,8 +219,8 @@ def hopper_bwd_kernel(
     heads_per_section,
     scale,
     scale_log2,
-    softcap,  # None without
-    window_left,  # None without
+    softcap,  # None without a soft-cap
+    window_left,  # None without a window
     window_right,
     alibi_slopes,  # (B or documents, Hq) fp32, or None
     document_tiles,  # of `_document_tiles_kernel`, of keys, or None

@@ -47,7 +47,7 @@ from .decode_loads import BOX, HALF, SHIFT, Build, Cache, Rings, fetcher, fields
 
 @gluon.constexpr_function
 def _registers(build):
-    """Registers of a thread of the collector, producer and fetcher. The consumer has the rest: 240, or 104 at 64."""
+    """Registers per thread of collector, producer, fetcher. The consumer has the rest: 240, or 104 at BLOCK_D 64."""
     if build.BLOCK_D == 64:
         return [80, 56, 56]
     return [168, 96, 96] if build.UPRIGHT and build.APPEND else [160, 104, 104]

@@ -15,7 +15,7 @@ from .schedule import key_tiles, tile_rows
 
 @record
 class Masked:
-    """A block mask as the roles see it; None in its place where there is none."""
+    """A block mask as the roles read it; None instead where there is none."""
 
     starts: gl.tensor  # of BlockMask
     visits: gl.tensor

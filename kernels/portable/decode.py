@@ -146,7 +146,8 @@ def flash_decode_kernel(
 ):  # fmt: skip
     """Each program computes work items, a tile or a span of keys for BLOCK_M rows of one KV head, until none is left.
 
-    Grid:     any number of programs; item i goes to program i, later ones by ticket. No program waits for another.
+    Grid:     any number of programs; item i goes to program i, later spans by ticket and later tiles in turn. No
+              program waits for another.
     Math:     O = softmax(scale * Q K^T + mask) V over the keys of each row, the new ones included.
     Numerics: scores, maxima, sums and accumulators fp32; P rounded to q's dtype before P V.
     Needs:    head dimensions 16 to 256, scale > 0, at least one row; the launcher sees to it.
@@ -300,7 +301,7 @@ def given_tensors(call: Call, options: Options, tile: DecodeTile | None) -> tupl
     if call.k_new is not None and (call.k_new.stride() != call.v_new.stride() or call.k_new.stride(3) != 1):
         tensors |= {"k_new": call.k_new.contiguous(), "v_new": call.v_new.contiguous()}
     read = ["cache_seqlens", "cache_leftpad", "block_table", "alibi_slopes", "sinks"]
-    if call.k_scale is not None and call.k_scale.dim() == 1:  # one per token: written in place, with strides
+    if call.k_scale is not None and call.k_scale.dim() == 1:  # scales per token are written, and have strides
         read += ["k_scale", "v_scale"]
     for name in read:
         if tensors[name] is not None:

@@ -1,6 +1,6 @@
 """Pieces that the forward and the backward kernels share, so that a gradient cannot drift from its function.
 
-Here are the order of tiles, loads and stores, which tiles a tile meets, and the mask.
+Here are the order of tiles, loads and stores, which tiles a tile visits, and the mask.
 BLOCK_Q counts queries, BLOCK_K keys. Pieces with strides take them as (batch, head, token), in elements; the
 last one is 1.
 """
@@ -92,7 +92,7 @@ def document_of(tile, cu_seqlens, num_docs, BLOCK: tl.constexpr):
     """Which document a tile of the packed rows lies in: (document, the tile's number inside it).
 
     Document d owns the tiles from cu_seqlens[d] // BLOCK + d to the next document's first. That is never too
-    few, wastes at most two a document, and needs no table of tiles: the document is the last whose first tile
+    few, wastes at most two per document, and needs no table of tiles: the document is the last whose first tile
     is not past this one. Counted 128 documents at a time, because a bisection is a chain of loads that each
     wait for the one before.
     """

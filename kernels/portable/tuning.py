@@ -301,7 +301,7 @@ _REPLACED: dict[Tile, Tile] = {}
 
 
 def fitting(tile: Tile, make: Callable[[Tile], Launch]) -> Launch:
-    """make(tile); where the GPU has too little shared memory for it, that of the next smaller tile that fits.
+    """make(tile); where the GPU has too little shared memory for it, make() of the next smaller tile that fits.
 
     Logs a warning once per tile.
     """

@@ -1,4 +1,4 @@
-"""A block mask in a kernel: the blocks that a tile meets, and the bits of a partial one."""
+"""A block mask in a kernel: the blocks that a tile visits, and the bits of a partial one."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ PACKED = tl.constexpr(not interpreting())
 
 
 def select_by_bit(hidden: str) -> str:
-    """PTX that keeps a float32 where a word has a bit, else gives `hidden` in PTX's spelling. ptxas makes one
+    """PTX that keeps a float32 where a word has a bit set, else returns `hidden`, in PTX's spelling. ptxas makes one
     instruction for two tests and a select for each, while LLVM would gather the bits in vectors."""
     return f"{{.reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, {hidden}, p;}}"
 
@@ -37,7 +37,7 @@ class Visits:
 
 @triton.jit
 def first_line(starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr):
-    """Where the rows of blocks of a head of queries begin in `starts`."""
+    """Pointer to the rows of blocks of a query head in `starts`."""
     which = 0
     if OF_HEAD:
         which = batch * num_heads + head if OF_BATCH else head
