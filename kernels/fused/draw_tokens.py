@@ -34,7 +34,7 @@ def draw_tokens(
 ) -> Tensor:
     """Return in each row the first token at which the cumulative mass exceeds uniform times the mass of all.
 
-    A token's mass is exp(logit / temperature). Tokens are ordered from the largest logit down, and equal ones by id.
+    A token's mass is exp(logit / temperature). Tokens are ordered by falling logit, equal ones by rising id.
     Only the first top_k count, and of those the ones preceded by less than top_p of their mass. Computed in float64.
 
     Args:

@@ -81,7 +81,7 @@ def _kth_of_row(logits, count, V: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.c
             found += ((order >= candidate) & (ids < V)).to(tl.int32)
         at_least = tl.sum(found, 0)
         threshold = tl.where(at_least >= count, candidate, threshold)
-        # in the end, of the next order above the threshold, which is the last candidate that too few reached
+        # in the end this counts from the next order above the threshold on, the last candidate that too few reached
         larger = tl.where(at_least >= count, larger, at_least)
     return threshold, larger
 
@@ -199,7 +199,7 @@ def _last_before(
             reached = (first >= target).to(tl.int32) + (second >= target).to(tl.int32) + (third >= target).to(tl.int32)
         else:
             reached = (first > target).to(tl.int32) + (second > target).to(tl.int32) + (third > target).to(tl.int32)
-        # in the end, from the next order above on, as in _kth_of_row
+        # in the end this is from the next order above on, as in _kth_of_row
         above = tl.where(reached == 0, first, tl.where(reached == 1, second, third))
         larger = tl.where(reached == 3, larger, above)
         order += reached * step
