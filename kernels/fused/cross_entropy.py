@@ -1,7 +1,7 @@
 """Cross-entropy of a vocabulary's logits: one read of them forward, one read and one write backward.
 
 At 65,536 tokens the logits of GPT-2's vocabulary are 6.6 GB, the largest tensor of a training step: the loss should
-cost what moving them costs, and no more. An odd vocabulary size (50,257) must not cost vector loads either.
+cost what moving them costs, and no more. An odd vocabulary size (50,257) must not prevent vector loads either.
 
 This file is the contract (torch only); the kernels load when a CUDA tensor, or the interpreter, needs them.
 """
@@ -34,7 +34,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 
 def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) -> None:
-    """ValueError unless each of the rows has a target beside it, and the vocabulary has a place in the columns."""
+    """Raises ValueError unless each row has a target and the vocabulary fits into the columns."""
     if targets.shape != rows.shape[:1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({len(rows)},), one of each row")
     if targets.dtype != torch.int64:
@@ -62,7 +62,7 @@ def _(logits, targets, vocab_size):
 
 @torch.library.custom_op(f"{OPERATORS}::cross_entropy_bwd", mutates_args=())
 def cross_entropy_bwd(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, vocab_size: int) -> Tensor:
-    """Gradient of the logits, (T, columns) in their dtype; `dloss` (T,) fp32 is what each row's loss is worth."""
+    """Gradient of the logits, (T, columns) in their dtype; `dloss` (T,) fp32 is the gradient of each row's loss."""
     from .cross_entropy_kernels import launch_cross_entropy_bwd
 
     return launch_cross_entropy_bwd(dloss, logits, targets, lse, vocab_size)

@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(-3.0e38)  # a maximum over nothing that stays finite: LOWE
 
 @triton.jit
 def _add_columns(x, row_max, row_sum):
-    """Take (UNROLL, BLOCK) more base-2 scores into BLOCK running maxima and sums, one exp2 a score."""
+    """Add (UNROLL, BLOCK) more base-2 scores to BLOCK running maxima and sums, with one exp2 per score."""
     new_max = tl.maximum(row_max, tl.max(x, 0))
     row_sum = row_sum * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(x - new_max[None, :]), 0)
     return new_max, row_sum
@@ -29,9 +29,9 @@ def _add_columns(x, row_max, row_sum):
 
 @triton.jit
 def _loss_of_row(logits_ptr, target, columns, vocab_size, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
-    """Loss and LSE of the row at `logits_ptr`. Every lane keeps its own online softmax; lanes meet once, at the end.
+    """Loss and LSE of the row at `logits_ptr`. Every lane keeps its own online softmax; all are joined at the end.
 
-    UNROLL rows of columns share one rescaling, so that it costs 1 / UNROLL exp2 a score.
+    UNROLL rows of columns share one rescaling, so that it costs 1 / UNROLL exp2 per score.
     """
     lanes = tl.arange(0, UNROLL)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     lane_max = tl.full([BLOCK], LOWEST, tl.float32)
@@ -72,7 +72,7 @@ def cross_entropy_fwd_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     loss, lse = _loss_of_row(logits_ptr + row * row_stride, target, columns, vocab_size, BLOCK, UNROLL)
@@ -91,11 +91,11 @@ def cross_entropy_in_place_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """One program a row, for a loss that counts once: its LSE, then its gradient.
+    """One program per row: its loss and LSE, then its gradient for a dloss of 1.
 
-    The second read comes from the L2 cache, where the rows of all programs that run together have room: memory sees one
-    read and one write. Before the first write all threads have met in the sums over the row, and afterwards each writes
-    where it alone has read.
+    The second read comes from the L2 cache, which holds the rows of all programs that run together: memory sees one
+    read and one write. The sums over the row synchronize all threads before the first write, and afterwards each thread
+    writes only where it alone has read.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
@@ -123,7 +123,7 @@ def cross_entropy_bwd_kernel(
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    """One program a row and BLOCK columns; columns from `vocab_size` on get 0."""
+    """One program per row and BLOCK columns; columns from `vocab_size` on get 0."""
     blocks = tl.cdiv(columns, BLOCK)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
@@ -170,7 +170,7 @@ def launch_cross_entropy_bwd(dloss: Tensor, logits: Tensor, targets: Tensor, lse
 
 
 def launch_cross_entropy_in_place(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Loss of each row, (T,) fp32; its gradient takes the place of the logits, whose rows are contiguous."""
+    """Loss of each row, (T,) fp32. Its gradient overwrites the logits, whose rows are contiguous."""
     given, (logits,) = logits, kernel_inputs(logits)  # in the interpreter a copy of bfloat16, as float32
     rows, columns = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)

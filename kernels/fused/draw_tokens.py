@@ -14,11 +14,11 @@ from ..device import interpreting
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FEW = 896  # the top_k up to which tokens are compared with each other: 20 to 100 us, however many rows there are
-ROWS = 8  # of a larger one 140 to 360 us, from so many rows on less than PyTorch's sort: 160 for one, 700 for 64
+ROWS = 8  # a larger one takes 140 to 360 us, from this many rows on less than PyTorch's sort: 160 for one, 700 for 64
 
 
 def takes_draw_tokens(logits: Tensor, top_k: int | None) -> bool:
-    """Whether `draw_tokens` is the way for these logits: on CUDA, not in float64, with a small top_k or many rows."""
+    """Whether to use `draw_tokens` for these logits: on CUDA, not in float64, with a small top_k or many rows."""
     few = (logits.size(1) if top_k is None else top_k) <= FEW
     return logits.is_cuda and logits.dtype in DTYPES and (few or len(logits) >= ROWS)
 
@@ -32,10 +32,10 @@ def draw_tokens(
     top_p: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """In each row the first token at which the mass of the tokens up to it exceeds uniform times the mass of all.
+    """Return in each row the first token at which the cumulative mass exceeds uniform times the mass of all.
 
-    A token's mass is exp(logit / temperature). Tokens count from the largest logit down, of equal ones the smaller id
-    first: the first top_k, and of those the ones before which there is less than top_p of their mass. In float64.
+    A token's mass is exp(logit / temperature). Tokens are ordered by falling logit, equal ones by rising id.
+    Only the first top_k count, and of those the ones preceded by less than top_p of their mass. Computed in float64.
 
     Args:
         logits: (S, V), bf16, fp16 or fp32, on CUDA or in the interpreter.
@@ -46,10 +46,10 @@ def draw_tokens(
         out: (S,) int64, contiguous, on logits' device: where to write the ids; None: into a new tensor.
 
     Returns:
-        (S,) int64: ids; 0 where all logits of a row are NaN, and any id where one is NaN or inf.
+        (S,) int64: ids; 0 where all logits of a row are NaN, and an arbitrary id where one is NaN or inf.
 
     Raises:
-        ValueError: another shape, dtype or device, a number that is not allowed.
+        ValueError: a shape, dtype, device or number that is not allowed.
         RuntimeError: a tracer or transform (torch.compile, torch.func, fake tensors), which sees no operator here.
     """
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -93,5 +93,5 @@ def draw_tokens(
     if uniform is None:
         return launch_draw_tokens(logits, None, 0.0, None, None, out)
     top_k, top_p = None if top_k is None else int(top_k), None if top_p is None else float(top_p)
-    uniform = uniform.contiguous()  # Triton takes no others
+    uniform = uniform.contiguous()  # the kernels read it without a stride
     return launch_draw_tokens(logits, uniform, float(temperature), top_k, top_p, out)

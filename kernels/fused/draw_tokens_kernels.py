@@ -1,12 +1,12 @@
 """The Triton kernels of draw_tokens.py: a program draws a row's token.
 
-The bits of a float, those of negative ones turned, are integers in the order of the values. So a logit that so many are
-larger than, or so much mass, is found bit by bit: each pass over the row counts, or adds, what is at least a candidate.
+The bits of floats, inverted for negative ones, are integers in the order of the values. So the logit with a given count
+or mass of larger ones is found bit by bit: each pass over the row counts, or adds up, what is at least a candidate.
 
-With a small top_k few logits matter. The k-th largest is looked for among the largest ones of some thousand groups of
-the row, which registers hold: at least k logits are as large as that, and hardly any others. They are then compared
-each with each, and a token's place and the mass before it are sums over those that precede it. Where they are more than
-there are slots, as among many equal logits, the k-th largest is found by passes over the row after all.
+With a small top_k few logits matter. The row is cut into some thousand groups, whose largest logits fit in registers,
+and the k-th largest of these is a threshold: at least k logits reach it, and hardly any others. Those are then compared
+with each other: a token's place and the mass before it are sums over the ones that precede it. Where they are more than
+the slots, as with many equal logits, the k-th largest is found by passes over the row.
 """
 
 from functools import partial
@@ -19,13 +19,13 @@ from torch import Tensor
 from ..launch import Launch, kernel_inputs, plan_of, run
 from .draw_tokens import FEW
 
-# of an fp32 number that one of this type is, from the sign on, in pairs: all others are zeros
+# the leading bits, in pairs, of an fp32 number that hold a number of this dtype: the others are zeros
 BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
 
 
 @triton.jit
 def _order(x, BITS: tl.constexpr):
-    """Integers in the order of x; there is one zero."""
+    """Integers in the order of x; -0 and 0 are equal."""
     bits = (x.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> (32 - BITS)
 
@@ -35,8 +35,8 @@ def _gather_from_groups(
     logits, kept, kept_ids, count, V: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """To memory: all logits at least as large as the count-th of the groups' largest ones. Group i has the ids i,
-    i + GROUPS, ... Returns how many they are, or more than SLOTS where they do not fit."""
+    """Store all logits that are at least as large as the count-th of the groups' largest ones. Group i has the ids i,
+    i + GROUPS, ... Returns how many there are, or more than SLOTS where they do not fit."""
     LEAST: tl.constexpr = -(2 ** (BITS - 1))
     groups = tl.arange(0, GROUPS)
     largest = tl.full([GROUPS], LEAST, tl.int32)
@@ -46,7 +46,7 @@ def _gather_from_groups(
         largest = tl.maximum(largest, tl.where(inside, order, LEAST))
     threshold = tl.full([], LEAST, tl.int32)
     for bit in range(BITS):
-        candidate = threshold + (tl.full([], 1, tl.int32) << (BITS - 1 - bit))  # of the sign: 0
+        candidate = threshold + (tl.full([], 1, tl.int32) << (BITS - 1 - bit))  # for the sign: 0
         threshold = tl.where(tl.sum((largest >= candidate).to(tl.int32), 0) >= count, candidate, threshold)
 
     chosen = (largest >= threshold).to(tl.int32)
@@ -73,7 +73,7 @@ def _kth_of_row(logits, count, V: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.c
     threshold = tl.full([], -(2 ** (BITS - 1)), tl.int32)
     larger = tl.full([], 0, tl.int32)
     for bit in range(BITS):
-        candidate = threshold + (tl.full([], 1, tl.int32) << (BITS - 1 - bit))  # of the sign: 0
+        candidate = threshold + (tl.full([], 1, tl.int32) << (BITS - 1 - bit))  # for the sign: 0
         found = tl.zeros([GROUPS], tl.int32)
         for first in range(0, V, GROUPS):
             ids = first + tl.arange(0, GROUPS)
@@ -81,7 +81,7 @@ def _kth_of_row(logits, count, V: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.c
             found += ((order >= candidate) & (ids < V)).to(tl.int32)
         at_least = tl.sum(found, 0)
         threshold = tl.where(at_least >= count, candidate, threshold)
-        # at last of the next order above the threshold: it is the last candidate that too few reached
+        # in the end this counts from the next order above the threshold on, the last candidate that too few reached
         larger = tl.where(at_least >= count, larger, at_least)
     return threshold, larger
 
@@ -90,7 +90,7 @@ def _kth_of_row(logits, count, V: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.c
 def _gather_from_row(
     logits, kept, kept_ids, count, V: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """To memory: the count largest logits, of those equal to the last of them the smallest ids."""
+    """Store the count largest logits; of those equal to the last one, the ones with the smallest ids."""
     threshold, num_larger = _kth_of_row(logits, count, V, BITS, GROUPS)
     larger, equal = tl.full([], 0, tl.int32), num_larger
     for first in range(0, V, GROUPS):
@@ -116,7 +116,7 @@ def draw_few_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + row * row_stride
-    kept_ptr += row * SLOTS  # memory of this program, which it reads again
+    kept_ptr += row * SLOTS  # scratch memory of this program
     ids_ptr += row * SLOTS
     mass_ptr += row * SLOTS
 
@@ -129,7 +129,7 @@ def draw_few_kernel(
 
     slots = tl.arange(0, SLOTS)
     x = tl.load(kept_ptr + slots, mask=slots < found, other=-float("inf"))
-    ids = tl.load(ids_ptr + slots, mask=slots < found, other=V)  # behind all others
+    ids = tl.load(ids_ptr + slots, mask=slots < found, other=V)  # after all others
     largest = tl.max(x, 0).to(tl.float64)
     mass = tl.where(slots < found, tl.exp((x.to(tl.float64) - largest) / temperature), 0.0)
     tl.store(mass_ptr + slots, mass)
@@ -151,7 +151,7 @@ def draw_few_kernel(
     if TOP_P:
         drawable = drawable & (before < top_p * total)
         total = tl.sum(tl.where(drawable, mass, 0.0), 0)
-    # the last in order of those that begin at or before the number
+    # the last in order whose preceding mass is at most the drawn one
     drawable = drawable & (before <= tl.load(uniform_ptr + row) * total)
     least = tl.min(tl.where(drawable, x, float("inf")), 0)
     token = tl.max(tl.where(drawable & (x == least), ids, 0), 0)  # 0 where logits are NaN
@@ -186,11 +186,11 @@ def _mass_of(order, largest, temperature, BITS: tl.constexpr):
 def _last_before(
     logits, masses, target, V: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr
 ):
-    """The order of the last logit before which there is at most (strictly less than) the target, and the mass of all
-    that are larger."""
+    """The order of the last logit whose preceding mass is at most (STRICT: less than) the target, and the mass of all
+    larger logits."""
     order = tl.full([], -(2 ** (BITS - 1)), tl.int32)
     larger = tl.full([], 0.0, tl.float64)
-    for pair in range(BITS // 2):  # of bits, as a pass mostly waits for memory
+    for pair in range(BITS // 2):  # two bits a pass, because a pass mostly waits for memory
         step = tl.full([], 1, tl.int32) << (BITS - 2 - 2 * pair)
         first, second, third = _masses_from(
             logits, masses, order + step, order + 2 * step, order + 3 * step, V, BITS, LANES
@@ -199,7 +199,7 @@ def _last_before(
             reached = (first >= target).to(tl.int32) + (second >= target).to(tl.int32) + (third >= target).to(tl.int32)
         else:
             reached = (first > target).to(tl.int32) + (second > target).to(tl.int32) + (third > target).to(tl.int32)
-        # at last of the next order above, as in _kth_of_row
+        # in the end this is from the next order above on, as in _kth_of_row
         above = tl.where(reached == 0, first, tl.where(reached == 1, second, third))
         larger = tl.where(reached == 3, larger, above)
         order += reached * step
@@ -213,7 +213,7 @@ def draw_any_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + row * row_stride
-    masses = masses_ptr + row * V  # memory of this program, which it reads again
+    masses = masses_ptr + row * V  # scratch memory of this program
     lanes = tl.arange(0, LANES)
     largest = tl.full([LANES], -float("inf"), tl.float32)
     for first in range(0, V, LANES):
@@ -236,9 +236,9 @@ def draw_any_kernel(
     if TOP_P:
         order, larger = _last_before(logits, masses, top_p * total, V, BITS, LANES, True)
         mass = _mass_of(order, largest, temperature, BITS)
-        # all that begin before the share; with top_p = 1 the quotient may round up, past the last token
+        # all whose preceding mass is below the share; with top_p = 1 the quotient may round up, past the last token
         total = tl.minimum(total, larger + tl.ceil((top_p * total - larger) / mass) * mass)
-    # a number next to 1 may round up to the total itself, before which there is all
+    # a number next to 1 may round up to the total itself, which lies past the last token
     target = tl.minimum(tl.load(uniform_ptr + row) * total, total * (1.0 - 2.0**-52))
     order, larger = _last_before(logits, masses, target, V, BITS, LANES, False)
     most = tl.floor((target - larger) / _mass_of(order, largest, temperature, BITS)).to(tl.int32)
@@ -272,7 +272,7 @@ def likeliest_kernel(logits_ptr, out_ptr, row_stride, V: tl.constexpr, BITS: tl.
 def launch_draw_tokens(
     logits: Tensor, uniform: Tensor | None, temperature: float, top_k: int | None, top_p: float | None, out: Tensor
 ) -> Tensor:
-    """As `draw_tokens`, whose arguments are checked."""
+    """`draw_tokens` with checked arguments."""
     num_rows, vocab_size = logits.shape
     bits = BITS[logits.dtype]
     if num_rows == 0:
@@ -288,7 +288,7 @@ def launch_draw_tokens(
         kernel, num_warps, numbers = likeliest_kernel, 16, numbers[:1]
         constants["LANES"] = 4096
     elif count <= FEW:
-        # slots also for what comes with the k: logits equal to the last, and those that are second in their group
+        # more slots than k: for logits equal to the last one, and for those that are second in their group
         slots = triton.next_power_of_2(count + count // 8 + 16)
         for name, dtype in (("kept", torch.float32), ("ids", torch.int32), ("mass", torch.float64)):
             tensors[name] = logits.new_empty(num_rows, slots, dtype=dtype)

@@ -1,9 +1,9 @@
 """The output head and its loss in one: the logits of all tokens are never alive together.
 
 At 65,536 tokens the logits of GPT-2's vocabulary and their gradient are 12.3 of the 34.5 GiB that a training step of
-the 124M model takes. Here a few thousand tokens at a time have logits, which their gradient overwrites: both matrix
-products that need it (dh and dW) are done at once, and backward has only to multiply by the incoming scalar. Nothing
-is computed twice. Idea: Liger Kernel, arXiv:2410.10989, section 3.2.
+the 124M model takes. Here a few thousand tokens at a time have logits, and the gradient overwrites these: both matrix
+products that need it (dh and dW) run at once, and backward only multiplies them by the incoming scalar. Nothing is
+computed twice. Idea: Liger Kernel, arXiv:2410.10989, section 3.2.
 """
 
 import torch
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     elif not isinstance(chunk_tokens, int) or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1, or None")
     tell_flop_counters()
-    # whoever evaluates needs no gradient: two of the three products are then not done
+    # evaluation needs no gradient, which leaves out two of the three products
     h = h.to(autocast_dtype(h))
     return linear_cross_entropy_fwd(h, weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
 
@@ -59,7 +59,7 @@ def linear_cross_entropy(
 def linear_cross_entropy_fwd(
     h: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and its gradients: dh (T, C) in h's dtype and dweight (columns, C) fp32; both (0,) if not asked for."""
+    """The loss, and its gradients: dh (T, C) in h's dtype and dweight (columns, C) fp32; both (0,) if not wanted."""
     table = weight.to(h.dtype)
     loss = h.new_zeros((), dtype=torch.float32)
     dh = torch.empty_like(h) if with_gradient else h.new_empty(0)
@@ -83,7 +83,7 @@ def _(h, weight, targets, vocab_size, chunk_tokens, with_gradient):
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, with_gradient: bool) -> Tensor:
-    """The summed loss of some rows; where asked for, their gradient takes the logits' place."""
+    """The summed loss of some rows. With `with_gradient` their gradient overwrites the logits."""
     if logits.is_cuda:
         from .cross_entropy_kernels import launch_cross_entropy_in_place
 

@@ -1,7 +1,7 @@
-"""RMS norm, without a gain, whose backward pass reads what it returned and not what it was given.
+"""RMS norm, without a gain, whose backward pass reads its output and not its input.
 
-A compiled block keeps what the norm returned anyway, for its product's gradient. PyTorch's own gradient reads the
-residual stream too: in fp32, twice as wide, and alive until then. With y = x / rms(x) in place of x it is
+A compiled block keeps the norm's output anyway, for the gradient of the product after it. PyTorch's own gradient reads
+the residual stream too, which is in fp32, twice as wide, and kept until then. With y = x / rms(x) in place of x it is
 dx = (dy - y mean(dy y)) / rms(x), the same within the rounding of y. On a CPU, where PyTorch composes its gradient of
 many operators, this one takes about half of the time.
 """
@@ -17,7 +17,7 @@ from ..support import refuse_forward_mode, refuse_second_derivative, refuse_torc
 def rms_norm(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467), in autocast's dtype or x's (float64 stays).
 
-    The compiler fuses the gradient of a compiled call with what stands around it. On a GPU, uncompiled, PyTorch's
+    The compiler fuses the gradient of a compiled call with the operations around it. On a GPU, uncompiled, PyTorch's
     operator is used: it is one kernel.
     """
     dtype = autocast_dtype(x)

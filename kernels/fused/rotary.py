@@ -2,8 +2,8 @@
 
 A pair (x_i, x_{i + D/2}) of a query or key turns by its token's angle, after a norm of its head where there is one;
 values are copied. Source: RoFormer, arXiv:2104.09864. The gradient turns back by the same angle, so backward is the
-same kernel with the sine negated. A compiler that joins three gradients computes every element's three cases; here a
-program knows which head it has.
+same kernel with the sine negated. A compiler that joins three gradients computes all three cases for every element;
+here a program knows which head it has.
 
 This file is the contract (torch only); the kernel loads when a CUDA tensor, or the interpreter, needs it.
 """
@@ -36,8 +36,8 @@ def rotate_and_split(
         cos, sin: (N, 1, D) fp32 of each token's position, the sine negative in its first half. No gradient.
         num_heads: Hq.
         norm_eps: of an RMS norm, without a gain, of each head of q and k before it is turned; None: no norm.
-        overwrite: nobody reads qkv afterwards. On CUDA q and k are then turned where they are, unless a gradient or a
-            tracer asks for what they were.
+        overwrite: qkv is not read afterwards. On CUDA q and k are then turned in place, unless a gradient or a tracer
+            needs their old values.
 
     Raises:
         ValueError: cos and sin are not of N tokens, or of another shape.
@@ -98,7 +98,7 @@ def _empty_split(qkv: Tensor, num_heads: int, norm_eps: float | None) -> tuple[T
 def _rotary_fwd(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v as `rotate_and_split` describes them, and what each head was multiplied by: (B, N, Hq + Hkv) fp32."""
+    """q, k, v as `rotate_and_split` describes them, and the norm's factor of each head: (B, N, Hq + Hkv) fp32."""
     from .rotary_kernel import launch_rotary
 
     q, k, v, scale = _empty_split(qkv, num_heads, norm_eps)
@@ -127,7 +127,7 @@ def rotary_bwd(
 ) -> Tensor:
     """The gradient of qkv, (B, N, Hq + 2 Hkv, D), contiguous; q, k and scale are the forward's where it had a norm.
 
-    A rotation keeps lengths and angles, so the norm's gradient scale (dx - y mean(dx y)) may be taken of turned heads.
+    A rotation keeps lengths and angles, so the norm's gradient scale (dx - y mean(dx y)) is computed on turned heads.
     """
     from .rotary_kernel import launch_rotary
 

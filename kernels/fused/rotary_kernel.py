@@ -14,8 +14,8 @@ from torch import Tensor
 from ..device import interpreting
 from ..launch import Launch, plan_of, run
 
-TOKENS = 16  # of a program
-MAX_HEADS = 4  # of a program: they share the loads of cosine and sine
+TOKENS = 16  # per program
+MAX_HEADS = 4  # per program: they share the loads of cosine and sine
 MOST_OFFSETS = 2**31  # from a row's first token to its last: what 32 bits hold
 
 
@@ -28,7 +28,7 @@ def rotary_kernel(
     cos_ptr,  # (N, D) fp32
     sin_ptr,  # (N, D) fp32, negative in the first half
     scale_ptr,  # (B, N, Hq + Hkv) fp32: written, or read where INVERSE; None without a norm
-    turned_q_ptr,  # (B, Hq, N, D), (B, Hkv, N, D): what was made of q and k, where INVERSE and there is a norm
+    turned_q_ptr,  # (B, Hq, N, D), (B, Hkv, N, D): the forward's q and k, where INVERSE and there is a norm
     turned_k_ptr,
     packed_strides,  # (batch, token, head), elements
     q_strides,  # (batch, head, token)
@@ -48,7 +48,7 @@ def rotary_kernel(
     INVERSE: tl.constexpr,
     IN_PLACE: tl.constexpr,  # q, k and v are views of packed: values stay as they are
 ):
-    """One program: TOKENS tokens of HEADS heads, which are all query, all key or all value heads."""
+    """One program handles TOKENS tokens of HEADS heads, which are all query, all key or all value heads."""
     head_blocks: tl.constexpr = (NUM_HEADS + (1 if IN_PLACE else 2) * KV_HEADS) // HEADS
     program = tl.program_id(0)
     first_head = (program % head_blocks) * HEADS
@@ -56,7 +56,7 @@ def rotary_kernel(
     token_blocks = tl.cdiv(num_tokens, TOKENS)
     batch = (token_block // token_blocks).to(tl.int64)
     tokens = (token_block % token_blocks) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-    heads = tl.arange(0, HEADS)[None, :, None].to(tl.int64)  # one may be 2^31 elements long
+    heads = tl.arange(0, HEADS)[None, :, None].to(tl.int64)  # a head may span 2^31 elements
     columns = tl.arange(0, BLOCK_HALF)[None, None, :]
     inside = (tokens < num_tokens) & (columns < HALF)
 
@@ -64,7 +64,7 @@ def rotary_kernel(
     packed += (first_head + heads) * packed_strides[2] + columns
     turns = first_head < NUM_HEADS + KV_HEADS
     NORM: tl.constexpr = scale_ptr is not None
-    turned = packed  # of another kind of heads, unused
+    turned = packed  # a placeholder where it is not read
     if first_head < NUM_HEADS:
         split = q_ptr + batch * q_strides[0] + (first_head + heads) * q_strides[1] + tokens * q_strides[2]
         if INVERSE and NORM:
@@ -95,7 +95,7 @@ def rotary_kernel(
         if NORM:
             scale_at = scale_ptr + (batch * num_tokens + tokens) * (NUM_HEADS + KV_HEADS) + first_head + heads
             known = tokens + 0 * heads < num_tokens
-            if INVERSE:  # of y = scale * x; both sums are over whole heads, which a rotation leaves as they are
+            if INVERSE:  # gradient of y = scale * x; a rotation keeps the inner products of whole heads
                 u = tl.load(turned, mask=inside, other=0.0).to(tl.float32)
                 w = tl.load(turned + HALF, mask=inside, other=0.0).to(tl.float32)
                 mean = tl.sum(x * u + y * w, 2, keep_dims=True) / (2 * HALF)
@@ -128,7 +128,7 @@ def launch_rotary(
     """Fill q, k, v and, with a norm, scale from `packed`; or `packed` from gradients of them where `inverse`.
 
     turned: the forward's q and k, where there was a norm and `inverse`.
-    in_place: q, k and v are views of `packed`, not `inverse`.
+    in_place: q, k and v are views of `packed`; not with `inverse`.
     """
     if interpreting() and packed.dtype.itemsize == 2:
         return _launch_in_float32(packed, q, k, v, cos, sin, scale, norm_eps, turned, inverse)

@@ -1,6 +1,6 @@
-"""A product of a few rows with a weight, and what stands around it in a block, in one launch without gradients.
+"""A product of a few rows with a weight, fused with the operations around it in a block: one launch, no gradients.
 
-A step of generation has one row a text. Its products take as long as their weights take to arrive, and the launches of
+A step of generation has one row per sequence. Its products take as long as loading their weights, and the launches of
 norms, non-linearities and sums between them as long as the products. Here each of those is part of a product.
 
 This file is the contract (torch only); the kernel loads when a CUDA tensor, or the interpreter, needs it.
@@ -41,7 +41,7 @@ def skinny_linear(
     """activation(rms_norm(x) weight^T) + residual, or the product's heads turned to their rows' positions; each part
     but the product is left out where it is None.
 
-    A row's bits are the same among 2 to 64 rows; one row alone is multiplied in another order.
+    A row's bits are the same among 2 to 64 rows; one row alone is summed in another order.
 
     Args:
         x: (..., C), at most 64 rows in all, contiguous.
@@ -50,21 +50,21 @@ def skinny_linear(
         activation: None, "gelu" (tanh), "relu2" or "swiglu".
         residual: (..., N), x's dtype, contiguous.
         rotary: (cos, sin, H) turns the first H of N / D heads as `rotate_and_split` does, before they are rounded; cos
-            and sin (positions, ..., D) fp32. Neither activation nor residual may stand beside it.
-        positions: (rows,) int32 or int64, where in cos and sin each row is; what lies outside is taken for the nearest.
-            None: row i is at i, and they have as many positions as rows.
-        workspace: (N,) int32 zeros, and zeros again afterwards, for calls that follow one another; None: made anew,
-            where a product needs it.
+            and sin (positions, ..., D) fp32. Neither activation nor residual may be given with it.
+        positions: (rows,) int32 or int64, the index of each row in cos and sin, clamped to their range. None: row i has
+            index i, and they have as many positions as rows.
+        workspace: (N,) int32 zeros, which are zeros again afterwards, for calls that follow one another; None: a new
+            one, where a product needs it.
 
     Returns:
         (..., N) in x's dtype.
 
     Raises:
-        ValueError: more rows than 64, whole numbers, a gradient asked for, an unknown activation, a weight or residual
-            of another shape, dtype or layout; tables of other rows or an odd width, outputs that are no whole heads or
-            too few, or an activation or residual beside them; positions of another shape or dtype, or without tables;
-            another workspace.
-        RuntimeError: forward-mode derivatives asked for.
+        ValueError: more than 64 rows, integers, an input that requires a gradient, an unknown activation, a weight or
+            residual of another shape, dtype or layout; tables of other rows or an odd width, outputs that are not whole
+            heads or too few, or an activation or residual with them; positions of another shape or dtype, or without
+            tables; another workspace.
+        RuntimeError: forward-mode derivatives.
 
     Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere, in float64 and where a tracer or transform
     must see them. Autocast changes nothing.
@@ -133,7 +133,7 @@ def skinny_linear(
 
 
 def _composed(x, weight, norm_eps, activation, residual, rotary=None, positions=None) -> Tensor:
-    """The definition."""
+    """The definition, in PyTorch's own operators."""
     if norm_eps is not None:
         x = F.rms_norm(x, (x.size(-1),), eps=norm_eps)
     y = F.linear(x, weight)

@@ -1,11 +1,11 @@
-"""The Triton kernels of skinny_linear.py: a program has some outputs and runs over all of their weights.
+"""The Triton kernels of skinny_linear.py: a program owns some outputs and loops over all of their weights.
 
-Bound by memory: each weight is read once; the rows are read by every program, from the second-level cache. Of wide rows
-a program therefore takes a part, and the last one of an output adds the parts. A launch is not short beside such a
-product. So on Hopper and later a kernel starts while its predecessor ends, one of a single row asks for its first
-weights, which nobody writes, and only then it waits (programmatic dependent launch). To start sooner, to bring weights
-into the second-level cache meanwhile, or to start behind every product (`Tile.lets_next`) made a step of 64 rows longer
-(hopper/NOTES.md).
+Bound by memory: each weight is read once; every program reads the rows, from the L2 cache. With wide rows a program
+therefore handles a part of the columns, and the last program to arrive adds an output's parts. A launch is not short
+compared with such a product. So on Hopper and later a kernel starts while its predecessor ends; the kernel of a single
+row issues the loads of its first weights, which no kernel writes, and only then waits (programmatic dependent launch).
+Starting sooner, loading weights into the L2 cache meanwhile, or starting behind every product (`Tile.lets_next`) made
+a step of 64 rows longer (hopper/NOTES.md).
 """
 
 from functools import partial
@@ -26,11 +26,11 @@ SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 
 class Tile(NamedTuple):
-    """How a product is cut: block_m rows by block_n outputs a program, block_k columns at a time, and where `parts` is
-    more than one, one of so many parts of the columns.
+    """How a product is cut: a program computes block_m rows by block_n outputs, block_k columns at a time and, where
+    `parts` is more than one, of one of that many parts of the columns.
 
-    lets_next: whether the next kernel may start while this one ends. Its programs may then all be dealt to the
-        multiprocessors that this one leaves idle, three to each.
+    lets_next: whether the next kernel may start while this one ends. Its programs may then all be placed on the
+        multiprocessors that this one leaves idle, three on each.
     """
 
     block_m: int
@@ -51,13 +51,13 @@ def tile_for(num_rows: int, num_outputs: int, width: int, plain: bool) -> Tile:
     if num_outputs < 2048:  # few programs: rows are shared among them too
         few = num_rows <= 16
         return Tile(16 if few else 32, 16, 256, 4, 3, lets_next=few)
-    # 64 rows however few there are: wgmma takes no fewer, and without it few rows take longer
+    # 64 rows, however few there are: wgmma needs 64, and without it few rows take longer
     return Tile(64, 32, 64, 4, 5) if num_outputs < 16384 else Tile(64, 128, 64, 4, 3)
 
 
 @triton.jit
 def _weights(weight, rows, num_outputs, first, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr = 1):
-    """Columns first .. first + BLOCK_K of some rows of the weight."""
+    """Load the columns first .. first + BLOCK_K of some rows of the weight."""
     k = first + tl.arange(0, BLOCK_K)
     mask = (rows < num_outputs)[:, None] & (k < K)[None, :]
     if K % (PARTS * BLOCK_K) == 0:
@@ -68,7 +68,7 @@ def _weights(weight, rows, num_outputs, first, K: tl.constexpr, BLOCK_K: tl.cons
 
 @triton.jit
 def _outputs(program, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A program's outputs: BLOCK_N, or with heads as many pairs' first ones."""
+    """A program's BLOCK_N outputs or, with heads, the first ones of BLOCK_N pairs."""
     outputs = program * BLOCK_N + tl.arange(0, BLOCK_N)
     if HEAD_DIM > 0:
         outputs += outputs // (HEAD_DIM // 2) * (HEAD_DIM // 2)
@@ -93,7 +93,7 @@ def _finish(acc, other, squares, norm_eps, K: tl.constexpr, NORM: tl.constexpr, 
 
 @triton.jit
 def _place(positions, rows, num_rows, num_positions):
-    """Where in the tables of rotary positions each row is."""
+    """Return each row's index in the tables of rotary positions."""
     if positions is not None:
         rows = tl.load(positions + rows, mask=rows < num_rows, other=0)
         rows = tl.minimum(tl.maximum(rows, 0), num_positions - 1).to(tl.int32)
@@ -104,7 +104,7 @@ def _place(positions, rows, num_rows, num_positions):
 def _store(
     acc, other, rows, place, outputs, residual, out, cos, sin, num_rows, num_outputs, turned, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """acc and, with heads, the other one of each pair, turned to the row's place; rows and outputs broadcast."""
+    """Store acc and, with heads, the other one of each pair, turned to the row's place; rows and outputs broadcast."""
     at = rows.to(tl.int64) * num_outputs + outputs
     real = (rows < num_rows) & (outputs < num_outputs)
     if HEAD_DIM > 0:
@@ -121,13 +121,13 @@ def _store(
 
 @triton.jit
 def _summed(acc, block, part, sums, turns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """A block's parts summed in their order, by the program that is the last to come here: (sum, whether it is)."""
+    """Sum a block's parts in their order, in the last program to arrive: (sum, whether this program is the last)."""
     at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     sums += block * (PARTS * BLOCK_M * BLOCK_N)
     tl.store(sums + part * (BLOCK_M * BLOCK_N) + at, acc)
     last = last_of(turns + block, PARTS)
     if last:
-        acc = tl.load(sums + at, cache_modifier=".cg")  # past the first-level cache, as folds are
+        acc = tl.load(sums + at, cache_modifier=".cg")  # bypassing the L1 cache, as folds do
         for other in tl.static_range(1, PARTS):
             acc += tl.load(sums + other * (BLOCK_M * BLOCK_N) + at, cache_modifier=".cg")
     return acc, last
@@ -141,13 +141,13 @@ def skinny_linear_kernel(
     out,  # (num_rows, num_outputs)
     cos,  # (num_positions, HEAD_DIM) fp32, or None without heads
     sin,  # the same, negative in the first half
-    positions,  # (num_rows,) of each row, or None where row i is at i
-    sums,  # (blocks, PARTS, BLOCK_M, BLOCK_N) fp32: memory of the launch, where PARTS > 1
-    turns,  # (blocks,) int32, 0 before and after, where PARTS > 1
+    positions,  # (num_rows,) of each row, or None where row i has position i
+    sums,  # (blocks, PARTS, BLOCK_M, BLOCK_N) fp32: scratch memory of the launch, where PARTS > 1
+    turns,  # (blocks,) int32 arrival counters, 0 before and after, where PARTS > 1
     num_rows,
     num_outputs,
     num_positions,
-    turned,  # of outputs, the first ones
+    turned,  # how many of the outputs turn: the first ones
     norm_eps,
     K: tl.constexpr,
     NORM: tl.constexpr,
@@ -157,18 +157,18 @@ def skinny_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr,  # of the columns; more than one only of a plain product
-    LETS_NEXT: tl.constexpr,  # start before this one has ended
+    PARTS: tl.constexpr,  # of the columns; more than one only in a plain product
+    LETS_NEXT: tl.constexpr,  # lets the next kernel start before this one has ended
     PRECISION: tl.constexpr,
 ):
-    """BLOCK_N outputs, or pairs of a head's, of BLOCK_M rows, by tensor cores.
+    """Computes BLOCK_N outputs, or pairs of a head's outputs, of BLOCK_M rows on tensor cores.
 
     Grid:     PARTS * cdiv(num_outputs, BLOCK_N) programs for each BLOCK_M rows; with heads half as many.
     Math:     out = activation(x W^T / sqrt(mean(x^2) + eps)) + residual; the sums of x^2 are the diagonal of x x^T.
     Numerics: products accumulate in fp32, over K in order, and so do parts; all that follows is fp32; rounded once.
 
-    No tile of x may be read by anything but tensor cores. Where threads read it too, Triton 3.6 gives the loop a buffer
-    too few for wgmma, which is asynchronous: the copy of a later tile overwrote rows that were still being multiplied.
+    Only tensor cores may read a tile of x. Where threads read it too, Triton 3.6 gives the loop one buffer too few for
+    wgmma, which is asynchronous: the copy of a later tile overwrote rows that were still being multiplied.
     """
     blocks = tl.cdiv(num_outputs, (2 if HEAD_DIM > 0 else 1) * BLOCK_N)
     block = tl.program_id(0) // PARTS
@@ -235,7 +235,7 @@ def one_row_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N outputs, or pairs, of the only row, by multiplications and a sum: tensor cores would wait for 15 more.
+    """Computes BLOCK_N outputs, or pairs, of the only row by multiplications and a sum: tensor cores need 15 more rows.
 
     Grid, math, numerics: as `skinny_linear_kernel`, but for the order of the sums.
     """
@@ -283,7 +283,7 @@ def launch_skinny_linear(
     positions: Tensor | None,
     workspace: Tensor | None,
 ) -> Tensor:
-    """As `skinny_linear`, whose arguments are checked."""
+    """`skinny_linear` with checked arguments."""
     if interpreting() and x.dtype.itemsize == 2:  # which keeps bfloat16 as integers
         x32, weight32, residual32 = (None if t is None else t.float() for t in (x, weight, residual))
         out = launch_skinny_linear(x32, weight32, norm_eps, activation, residual32, rotary, positions, workspace)

@@ -1,4 +1,4 @@
-"""New tokens into a cache of keys and values, and back: of any rows or pages and slots, rounded as the operator rounds.
+"""Write new tokens to any rows or pages and slots of a key/value cache, rounded as the operator rounds, and read them.
 
 This file is the contract (torch only); the kernel loads when a CUDA tensor needs it.
 """
@@ -21,10 +21,10 @@ def write_kvcache(
     """Write new keys and values (Hkv, N, D) to `places` of their caches.
 
     caches: of keys and of values, (rows or pages, Hkv, slots, D) of one shape and dtype.
-    scales: theirs where they have 8 bits, fp32, (Hkv,) or (rows or pages, Hkv, slots); the latter are written too.
+    scales: of 8-bit caches, fp32, (Hkv,) or (rows or pages, Hkv, slots); the latter are written too.
     places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the caches' device and inside of them.
 
-    Raises ValueError, before anything is written, where one of these is otherwise or a gradient is asked for.
+    Raises ValueError, before anything is written, where one of these is otherwise or an input requires a gradient.
     """
     _check(caches, scales, places, new)
     k, v = (_stored(*each, places) for each in zip(caches, scales, new, strict=True))  # (N, Hkv, D) each
@@ -61,7 +61,7 @@ def _check(caches: tuple, scales: tuple, places: tuple, new: tuple) -> None:
 
 
 def _stored(cache: Tensor, scale: Tensor | None, new: Tensor, places: tuple) -> Tensor:
-    """New (Hkv, N, D) as the cache has them, (N, Hkv, D); a scale of each token and head is written."""
+    """Return new (Hkv, N, D) as the cache stores them, (N, Hkv, D). Scales per token and head are written."""
     values = new.transpose(0, 1)
     if scale is not None:
         largest = EIGHT_BITS[cache.dtype]
@@ -86,7 +86,7 @@ def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torc
 
 
 def _check_scale(cache: Tensor, scale: Tensor | None) -> None:
-    """ValueError unless there is one where the cache has 8 bits, and only there, fp32 and of one of two shapes."""
+    """Raises ValueError unless an 8-bit cache, and no other, has a scale, fp32 and of one of two shapes."""
     if (scale is None) == (cache.dtype in EIGHT_BITS):
         has = "no scale" if scale is None else "a scale"
         raise ValueError(f"a cache of {cache.dtype} is given with {has}; one of 8 bits has a scale, others have none")

@@ -1,4 +1,4 @@
-"""The Triton kernel of `write_kvcache`: new keys and values to their places of a cache, in one launch.
+"""The Triton kernel of `write_kvcache`: it writes new keys and values to their places in a cache, in one launch.
 
 Bound by memory: each element is read once and written once.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..launch import Launch, plan_of, run
 
-TOKENS = 32  # of a program, of one head
+TOKENS = 32  # per program, of one head
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def write_kvcache_kernel(
     v,
     k_cache,  # (num_lines, HEADS, num_slots, HEAD_DIM)
     v_cache,
-    lines,  # (num_tokens,) int64: of each token its row or page
+    lines,  # (num_tokens,) int64: the row or page of each token
     slots,  # (num_tokens,) int64
     k_strides,  # (token, head), elements
     v_strides,
@@ -40,8 +40,8 @@ def write_kvcache_kernel(
     BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program: keys or values of TOKENS tokens of a head. Tokens whose place the cache does not have are left
-    out."""
+    """One program writes the keys or the values of TOKENS tokens of a head. Tokens whose place is outside the cache are
+    skipped."""
     head = (tl.program_id(0) // 2 % HEADS).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) // (2 * HEADS) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.arange(0, BLOCK_D)[None, :]
@@ -60,7 +60,7 @@ def launch_write_kvcache(k_cache: Tensor, v_cache: Tensor, lines: Tensor, slots:
     if k.numel() == 0:
         return
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    if k_cache.dtype.itemsize == 1:  # of 8 bits bytes are copied: not every GPU knows the dtypes
+    if k_cache.dtype.itemsize == 1:  # numbers of 8 bits are copied as bytes: not every GPU has the dtypes
         tensors = {name: x.view(torch.uint8) for name, x in tensors.items()}
     tensors |= {"lines": lines, "slots": slots}
     described = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors.values()]

@@ -45,7 +45,7 @@ L2_SHARE = {64: 1 / 4, 128: 1 / 2}
 
 @triton.jit
 def _wait_for_adds(address, adds):
-    """Wait until the int32 at `address` is `adds`; what was added before it was set is then seen."""
+    """Wait until the int32 at `address` is `adds`. What was added before it was set is then visible."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred waits;
@@ -68,7 +68,7 @@ def _wait_for_adds(address, adds):
 )  # fmt: skip
 def _after_kernel(
     dq_sum_ptr,  # (B, Hq, q_tokens_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
-    turns_ptr,  # (B, Hq, q_tokens_padded / ROWS) int32: how many have added to a tile
+    turns_ptr,  # (B, Hq, q_tokens_padded / ROWS) int32: how many items have added to a tile
     dq_ptr,  # out, (B, Hq, Nq, D)
     cu_seqlens_q,  # (documents + 1,) int32, or None
     cu_seqlens_k,
@@ -90,7 +90,7 @@ def _after_kernel(
 ):
     """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, to which nothing was added.
 
-    Needs: to be launched when no program of the main kernel is still to come, for whose adds it waits.
+    Needs: to start after all programs of the main kernel have started, because it waits for their adds.
     """
     tiles = q_tokens_padded // ROWS
     batch_head = tl.program_id(0) // tiles
@@ -107,14 +107,14 @@ def _after_kernel(
     if mask_starts is not None:
         line = first_line(mask_starts, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD)
         of_block = line + tile // (MASK_BLOCK // ROWS) * 4
-        adds = tl.load(of_block + 2) - tl.load(of_block)  # each of the blocks of keys that it visits
+        adds = tl.load(of_block + 2) - tl.load(of_block)  # one by each block of keys that it visits
     else:
         _row0, num_k = document_rows(document, cu_seqlens_k, k_tokens)
         adds = num_adds(tile, num_q, num_k, window_left, window_right)
     _wait_for_adds(turns_ptr + tl.program_id(0), adds)
     cols = tl.arange(0, TILE_WIDTH)
     sums = dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH)
-    stored = tl.load(sums, mask=adds > 0, other=0.0)  # among documents' padded rows are tiles without a token
+    stored = tl.load(sums, mask=adds > 0, other=0.0)  # some tiles of documents' padded rows have no token
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
     dq *= scale
@@ -123,7 +123,7 @@ def _after_kernel(
     dq_at = dq_base + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        gdc_wait()  # what comes behind this kernel must find the main one ended
+        gdc_wait()  # the kernel after this one must find the main one ended
 
 
 def launch_hopper_bwd(
@@ -139,7 +139,7 @@ def launch_hopper_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the backward kernels on the forward's inputs and outputs, not refused by `why_not_hopper`.
 
-    Arguments and results as of the portable `launch_flash_bwd`: dQ, dK, dV in q's dtype, stored as (B, N, H, D), and
+    Arguments and results as in the portable `launch_flash_bwd`: dQ, dK, dV in q's dtype, stored as (B, N, H, D), and
     an empty tensor in the place of the sinks' gradient. The same inputs give the same bits. `plan` is the call's where
     it is known.
     """
@@ -176,7 +176,7 @@ def _launches(
     tile = tile_width(head_dim)
     num_docs, key_tiles = grid_tiles(num_k, BLOCK_K.value, options.cu_seqlens_k)
     programs = min(key_tiles * batch * num_kv_heads, num_sms(q.device.index))
-    # of a KV head: its query heads' Q and dO, 16 bits each, and dQ's sum, 32
+    # bytes of a KV head: its query heads' Q and dO in 16 bits, and dQ's sum in 32
     section = heads_per_section(q, k, L2_SHARE[tile], bytes_per_kv_head=8 * num_q * head_dim * group_size)
     left, right = window_bounds(options, num_q, num_k)
     window = left, 0 if options.causal else right

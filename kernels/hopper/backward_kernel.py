@@ -3,27 +3,27 @@
 Roles. Two consumer warpgroups own 64 keys each and hold their dK and dV in registers; one producer warp streams the
 query tiles of all query heads of the group past them; two warps keep the turns in which dQ is added to global memory.
 Scores are transposed, so that P^T, and at head_dim 64 dS^T, are left operands from registers. dQ = dS K needs the dS of
-both consumers. Who computes it, and when, is the difference between the two head_dims:
+both consumers. Which role computes it, and when, differs between the two head_dims:
 
     64     a warpgroup of its own, from shared memory, a step or two behind. K and V stay in the consumers' registers
-           (as shared operands S^T and dP^T alone would fill shared memory's bandwidth), nothing makes a consumer wait
-           for the other one, and the next item's K and V are loaded while this one runs. A consumer's step:
+           (read from shared memory, S^T and dP^T alone would fill its bandwidth), no consumer waits for the other
+           one, and the next item's K and V are loaded while this one runs. A consumer's step:
 
                tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q
                other units                  exp2: P^T       dS^T -> shared
 
-    128    registers are full, so each consumer computes half of dQ's columns itself, a step late: the dS of both was
-           there long before, and the adds go out under other products. dK is a step late as well, from shared memory:
+    128    registers are full, so each consumer computes half of dQ's columns itself, a step late: the dS of both is
+           there long before, and the adds run under other products. dK is a step late as well, from shared memory:
 
                tensor cores   S^T | dQ of the step before | dK of the step before | dP^T | dV
                other units          exp2: P^T               dQ added                      dS^T -> shared
 
 Barriers (mbarriers; [s] is a stage of a ring):
-    k_full[s], v_full    an item's keys, values are there      k_empty[s], v_empty   ... are read (128: and dK, dV out)
+    k_full[s], v_full    an item's keys, values are there      k_empty[s], v_empty   ... are read (128: dK, dV stored)
     full[s]              a step's Q, dO, LSE, delta are there  empty[s]              both consumers are done with them
     ds_full[s]           both halves of dS are there           ds_empty[s]           dQ is computed from them (64)
     told_full[s]         the next item's number is there       told_empty[s]        all roles have read it
-    turn_ready[w]        a share of dQ may be added; keeper w learns of it at the hardware barrier ADDED + w
+    turn_ready[w]        a share of dQ may be added; keeper w waits on hardware barrier ADDED + w until it is
 """
 
 from triton.experimental import gluon
@@ -78,8 +78,8 @@ def _consumer(
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     streamed = (q_smem, do_smem, lse_smem, delta_smem)
     ring = (full, empty, ds_full, ds_empty)
-    # full blocks have a body of their own: a branch inside the step costs them a tenth (NOTES.md). A soft-cap needs it.
-    # With head_dim 64 a step knows the next one's pattern: to look at it first takes 2 % of a step
+    # full blocks have a step body of their own: a branch inside the step costs them a tenth (NOTES.md). A soft-cap
+    # needs the branch. With head_dim 64 a step returns the next one's pattern: reading it first takes 2 % of a step
     BY_PATTERN: gl.constexpr = call.masked is not None and softcap is None
     step, done, end_item = 0, 0, end_of_items(call)
     item = next_item(done, draws, 4)
@@ -155,7 +155,7 @@ def _consumer(
                     operands, step, 1, key, (first, unmasked, end), from_last, batch, kv_head,
                     sizes, scale_log2, softcap, slope, dk, dv, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
-            # K is gone with the item, so the last step's share is not left for the next item's first step
+            # the next item replaces K, so the last step's share cannot wait for that item's first step
             dq, dk = late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
             turn = wait_for_turn(turns, step - 1)
             dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -165,11 +165,11 @@ def _consumer(
             mbarrier.arrive(empty.index(last_stage), count=1)
         if HEAD_DIM == 64:
             mbarrier.arrive(k_empty.index(k_stage), count=1)
-            tma.store_wait(0)  # the item before has left these tiles
+            tma.store_wait(0)  # the stores of the item before have read these tiles
             dk_tile = out_smem.index(CONSUMER)
             dv_tile = out_smem.index(CONSUMERS + CONSUMER)
         else:
-            # both consumers are done with K and V: their tiles carry dK and dV out
+            # both consumers are done with K and V: dK and dV are stored through their tiles
             tma.named_barrier("bar.sync", 10, 256)
             dk_tile = k_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0)
             dv_tile = v_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0)
@@ -180,7 +180,7 @@ def _consumer(
             store_rows(dk_desc, batch, kv_head, key, k_row0, sizes.num_k, dk_tile)
             store_rows(dv_desc, batch, kv_head, key, k_row0, sizes.num_k, dv_tile)
         else:
-            # half of the rows of a tile as wide as this are no tile of their own: one consumer stores for both
+            # at this width half of a tile's rows are not a TMA tile by themselves: one consumer stores for both
             tma.named_barrier("bar.sync", 10, 256)
             if CONSUMER == 0:
                 store_rows(dk_desc, batch, kv_head, key, k_row0, sizes.num_k, k_smem)
@@ -200,7 +200,7 @@ def _consumer(
     ]
 )  # fmt: skip
 def hopper_bwd_kernel(
-    q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows; of packed documents, all in one row, as the next five
+    q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows; packed documents have B = 1, as in the next five
     k_desc,  # (B, Hkv, Nk, D), tiles of 128 rows
     v_desc,  # (B, Hkv, Nk, D), tiles of 128 rows
     do_desc,  # (B, Hq, Nq, D), tiles of 64 rows
@@ -209,7 +209,7 @@ def hopper_bwd_kernel(
     dq_ptr,  # (B * Hq * num_q_padded * HEAD_DIM,) fp32: dQ / scale in the order of `in_register_order`
     dk_desc,  # (B, Hkv, Nk, D), tiles of HEAD_DIM rows
     dv_desc,  # (B, Hkv, Nk, D), tiles of HEAD_DIM rows
-    turns_ptr,  # (B * Hq * num_q_padded / 64 + 1,) int32, zeros: how many items have added to a query tile; drawn items
+    turns_ptr,  # (B * Hq * num_q_padded / 64 + 1,) int32, zeros: items that have added to a query tile; items drawn
     num_heads,  # Hq
     num_kv_heads,  # Hkv
     num_batch_kv_heads,  # B * Hkv
@@ -219,8 +219,8 @@ def hopper_bwd_kernel(
     heads_per_section,
     scale,
     scale_log2,
-    softcap,  # None without
-    window_left,  # None without
+    softcap,  # None without a soft-cap
+    window_left,  # None without a window
     window_right,
     alibi_slopes,  # (B or documents, Hq) fp32, or None
     document_tiles,  # of `_document_tiles_kernel`, of keys, or None

@@ -1,7 +1,7 @@
 """The Hopper backward's roles beside its consumers: loads, the order of adding to dQ, and dQ itself for head_dim 64.
 
-Who computes an item's share of dQ adds it from registers, with no copy through shared memory, when the item's turn has
-come: `backward_schedule.py` says in which order.
+The role that computes an item's share of dQ adds it from registers, with no copy through shared memory, when it is the
+item's turn. The order of the turns is in `backward_schedule.py`.
 """
 
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ from .pipeline import load_rows
 from .tma import slot
 
 CONSUMERS = gl.constexpr(2)
-KEEPERS = gl.constexpr(2)  # of turns
+KEEPERS = gl.constexpr(2)  # warps that keep the turns
 ADDED = gl.constexpr(11)  # the first keeper's named barrier; the second one's is the next
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
 
@@ -92,21 +92,22 @@ def producer(
 
 @gluon.jit
 def product(left, right):
-    """left @ right, (64, 64) in fp32: started, to be waited for."""
+    """Issue left @ right, (64, 64) in fp32, asynchronously. The caller waits for it."""
     return warpgroup_mma(left, right, gl.zeros([64, 64], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
 
 
 @gluon.jit
 def in_register_order(dq):
-    """dQ (64, 64) in wgmma's layout as (4096,): what a thread holds side by side, so that it is stored and added 16
-    bytes at a time, and 512 side by side by a warp. Row 16 w + 8 h + r, column 8 n + 2 c + b go to (((((n 4 + w) 8 + r)
+    """dQ (64, 64) in wgmma's layout as (4096,), with a thread's values side by side: a thread stores and adds 16 bytes
+    at a time, and a warp 512 consecutive ones. Row 16 w + 8 h + r, column 8 n + 2 c + b go to (((((n 4 + w) 8 + r)
     4 + c) 2 + h) 2 + b); the sum in global memory has this order too, and `_after_kernel` undoes it."""
     return gl.reshape(gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5)), [BLOCK_Q * 64])
 
 
 @gluon.jit
 def wait_for_turn(turns, step):
-    """Where a step's share of dQ goes, when it may: a query tile of all heads', times 2, plus 1 unless first there."""
+    """Wait until a step's share of dQ may be added. Returns the index of its query tile among those of all heads, times
+    2, plus 1 unless it is the tile's first share."""
     announced, turn_ready = turns
     keeper, use = slot(step, KEEPERS)
     mbarrier.wait(turn_ready.index(keeper), use)
@@ -116,7 +117,7 @@ def wait_for_turn(turns, step):
 
 @gluon.jit
 def add_in_turn(dq, dq_ptr, place, step, PART: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Add dQ's columns 64 PART to 64 PART + 64 where `wait_for_turn` says, or store them if first there."""
+    """Add dQ's columns 64 PART to 64 PART + 64 where `wait_for_turn` says, or store them as the tile's first share."""
     share = in_register_order(dq)
     start = dq_ptr + (place >> 1).to(gl.int64) * (BLOCK_Q * HEAD_DIM) + PART * BLOCK_Q * 64
     pointers = start + gl.arange(0, BLOCK_Q * 64, layout=share.type.layout)
@@ -132,10 +133,10 @@ def turn_keeper(
     turns_ptr, turns, draws, call, num_q_padded,
     WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Waits for the turn of every second step's query tile, says so to those who add to it, and passes the turn on
-    when they have.
+    """Waits for the turn of every second step's query tile, signals the warpgroups that add to it, and passes the turn
+    on when they have.
 
-    An add is complete, and the turn passed on, only a few thousand cycles after its step: hence two of these.
+    An add is complete, and the turn passed on, only a few thousand cycles after its step: hence two of these warps.
     """
     announced, turn_ready = turns
     group_size = call.num_heads // call.num_kv_heads

@@ -4,15 +4,15 @@ An item is BLOCK_K keys of one KV head with all query tiles that see them. A pro
 after another: the next one when it is done with the loads of the one before.
 
 dQ is summed in fp32 in global memory, in a fixed order, so that its bits are the same in every run. Each query tile has
-a counter, its turn: an item adds its share when so many items have added as come before it. Without a mask these are
+a counter, its turn: an item adds its share when all items that precede it have added theirs. Without a mask those are
 the items of smaller keys. With one, and in documents, they are those of larger keys that the query tile sees: an item
-begins at its diagonal and goes through the queries, so the one before it in the order is two steps ahead by itself and
-nobody waits. But the longest items are the last then, and when they end, most SMs have long been idle. So the last
-section of a causal call is the other way round: smaller keys first, queries from the last one on. There the SMs become
-free one after the other, and again nobody waits.
+begins at its diagonal and goes through the queries, so the item that precedes it is two steps ahead by itself and no
+item waits. But then the longest items are the last, and when they end, most SMs have long been idle. So the last
+section of a causal call has the reverse order: smaller keys first, queries from the last one on. There the SMs become
+free one after the other, and again no item waits.
 
-Either way an item waits only for items before it, which were drawn by programs that run; of those that have not ended
-the first is always worked on. So nobody can wait for ever, however few of the programs run at a time.
+Either way an item waits only for items before it, which were drawn by running programs, and the first of the unfinished
+items is always being worked on. So no deadlock is possible, however few of the programs run at a time.
 """
 
 import triton
@@ -47,7 +47,7 @@ class Item:
 
 @record
 class Sizes:
-    """What every role must know of a call."""
+    """The sizes and options of a call, which every role reads."""
 
     num_heads: gl.tensor  # Hq
     num_kv_heads: gl.tensor  # Hkv
@@ -64,7 +64,7 @@ class Sizes:
 
 @gluon.jit
 def sizes_of(item, sizes):
-    """Sizes as an item has them: of packed documents its document's."""
+    """Return the sizes that hold for an item: with packed documents those of its document."""
     if sizes.document_tiles is None:
         return sizes
     else:
@@ -101,7 +101,7 @@ def end_of_items(sizes):
 
 @gluon.jit
 def draw_item(done, draws):
-    """By the producer, behind the loads of `done` items: the next one's number, which all roles are told."""
+    """Draw the next item and publish its number to all roles. Called by the producer after loading `done` items."""
     counter, told, told_full, told_empty = draws
     item = gl.atomic_add(counter, 1, sem="relaxed")
     place, use = slot(done, 2)
@@ -114,7 +114,7 @@ def draw_item(done, draws):
 
 @gluon.jit
 def next_item(done, draws, WARPS: gl.constexpr):
-    """What `draw_item` returns to the producer, for another role."""
+    """Wait, in another role, for the item that the producer has drawn. Returns what `draw_item` returned there."""
     _counter, told, told_full, told_empty = draws
     place, use = slot(done, 2)
     mbarrier.wait(told_full.index(place), use)
@@ -126,8 +126,8 @@ def next_item(done, draws, WARPS: gl.constexpr):
 
 @gluon.jit
 def owned(item, sizes, CAUSAL: gl.constexpr):
-    """(key tile, batch, KV head, whether its queries are walked from the last one on) of an item. Sections of heads
-    that share L2; in each, tile by tile."""
+    """(key tile, batch, KV head, whether its queries are walked from the last one on) of an item. Items go through
+    sections of heads that share L2 and, in each, tile by tile."""
     if sizes.item is not None:
         return sizes.item.tile, 0, sizes.item.kv_head, False
     else:
@@ -147,8 +147,8 @@ def owned(item, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
-    """Query tiles that see a key of this tile, as positions (first, end): their numbers or, of a block mask, places in
-    its visits times 2, of which each is two query tiles."""
+    """Query tiles that see a key of this tile, as positions (first, end): their numbers or, with a block mask, twice
+    the places in its visits, because each visit is two query tiles."""
     end = (sizes.num_q + BLOCK_Q - 1) // BLOCK_Q
     if sizes.masked is not None:
         head = kv_head * (sizes.num_heads // sizes.num_kv_heads)  # the others of its group have the same mask
@@ -174,10 +174,10 @@ def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def visit_at(position, first, end, sizes):
-    """What a block mask's list says of a position among first .. end, behind whose end they begin again, as (block and
-    order, pattern); zeros without one.
+    """Load a block mask's entry for a position among first .. end, which wraps around once at end, as (block and order,
+    pattern); zeros without a block mask.
 
-    Asked for a step ahead: under the adds to dQ a load takes thousands of cycles.
+    Loaded a step ahead: under the adds to dQ a load takes thousands of cycles.
     """
     if sizes.masked is not None:
         place = gl.where(first < end, gl.where(position < end, position, position - end + first) // 2, 0)
@@ -189,7 +189,7 @@ def visit_at(position, first, end, sizes):
 
 @gluon.jit
 def query_tile_at(position, visit, sizes):
-    """The number of the query tile at a position, of which `visit_at` has said the first."""
+    """The number of the query tile at a position. `visit` is the first value that `visit_at` returned for it."""
     if sizes.masked is not None:
         return (visit & 65535) * 2 + position % 2
     else:
@@ -200,7 +200,7 @@ def query_tile_at(position, visit, sizes):
 def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
     """The first of the query tiles first .. end that a consumer with keys key .. key + KEYS needs no mask for.
 
-    Under a window or a block mask there is none: a step finds out by itself.
+    Under a window or a block mask there is none: each step decides by itself.
     """
     if sizes.window is not None or sizes.masked is not None:
         return end
@@ -241,7 +241,7 @@ def adds_before(query_tile, visit, tile, from_last, sizes, CAUSAL: gl.constexpr)
 @triton.jit
 def num_adds(query_tile, num_q, num_k, window_left, window_right):
     """How many items add to a query tile of a call without a block mask: one more than `adds_before` for the last of
-    them. What is unbounded is a distance that no pair of tokens has, and window_right 0 in a causal call."""
+    them. An unbounded side is a distance that no pair of tokens has. window_right is 0 in a causal call."""
     first_seen = tl.maximum(query_tile * BLOCK_Q + num_k - num_q - window_left, 0) // BLOCK_K
     end_seen = tl.minimum(tl.maximum((query_tile + 1) * BLOCK_Q + num_k - num_q + window_right, 0), num_k)
     return tl.where(query_tile * BLOCK_Q < num_q, tl.maximum(tl.cdiv(end_seen, BLOCK_K) - first_seen, 0), 0)

@@ -31,10 +31,10 @@ def slope_of(member, batch, kv_head, sizes, scale_log2, softcap):
 def probabilities(
     scores, lse, key, position, bits, sizes, scoring, MASKED: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """P^T (KEYS, BLOCK_Q) of the keys from `key` on and the query tile at a position; and what dP^T - delta is
-    multiplied by for dS^T: P^T too, under a soft-cap times the cap's derivative.
+    """P^T (KEYS, BLOCK_Q) of the keys from `key` on and the query tile at a position; and the factor of dP^T - delta in
+    dS^T: P^T too, under a soft-cap times the cap's derivative.
 
-    Where the mask has edges on both sides of what a program visits, a step finds out by itself whether it is at one.
+    Where the mask has edges on both sides of what a program visits, each step checks whether it is at one.
     """
     scale_log2, softcap, slope = scoring
     capped = logits(scores, scale_log2, softcap)
@@ -100,7 +100,7 @@ def pattern_bits(stage, position, key, sizes):
 
 @gluon.jit
 def awaited_pattern(full, step, sizes, STAGES: gl.constexpr):
-    """The pattern of a step's query tile under a block mask, when the tile has come."""
+    """Wait for a step's query tile. Returns its pattern under a block mask."""
     stage, phase = slot(step, STAGES)
     mbarrier.wait(full.index(stage), phase)
     return announced_pattern(stage, sizes.masked)
@@ -108,7 +108,7 @@ def awaited_pattern(full, step, sizes, STAGES: gl.constexpr):
 
 @gluon.jit
 def _next_pattern(stage, sizes):
-    """Of the step behind the one whose tile a stage holds."""
+    """The pattern of the step after the one whose tile a stage holds; 0 without a block mask."""
     if sizes.masked is not None:
         return announced_pattern(stage, sizes.masked, 1)
     else:
@@ -120,7 +120,8 @@ def gradient_step_64(
     k, v, streamed, ds_smem, barriers, step, key, position, sizes, scoring, dk, dv,
     MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dK and dV, and its dS^T; and the next tile's pattern. k and v are in registers."""
+    """Add one query tile's share to dK and dV, and store its dS^T. Returns dK, dV and the next tile's pattern. k and v
+    are in registers."""
     full, empty, ds_full, ds_empty = barriers
     q_smem, do_smem, lse_smem, delta_smem = streamed
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -131,7 +132,7 @@ def gradient_step_64(
     scores = product(k, q_smem.index(stage).permute((1, 0)))
     dp = product(v, do_smem.index(stage).permute((1, 0)))
     lse = lse_smem.index(stage).load(columns)
-    following = _next_pattern(stage, sizes)  # behind the products, where its wait costs nothing
+    following = _next_pattern(stage, sizes)  # after the products, where its wait costs nothing
     bits = pattern_bits(stage, position, key, sizes)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
@@ -153,9 +154,9 @@ def gradient_step_64(
 
 @gluon.jit
 def late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.constexpr, CONSUMER: gl.constexpr):
-    """A step's dQ, of which this consumer has half of the columns, and dK += dS^T Q: started.
+    """Issue a step's dQ, of which this consumer has half of the columns, and dK += dS^T Q asynchronously.
 
-    dQ first: its adds go out under dK. dS^T of dK is read from shared memory, for which no register is kept."""
+    dQ comes first, so that its adds run under dK. dK reads dS^T from shared memory, so that it holds no registers."""
     place, use = slot(step, 2)
     stage, _phase = slot(step, STAGES)
     ds = ds_smem.index(place)
@@ -170,7 +171,8 @@ def gradient_step_128(
     k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, position, sizes, scoring, dk, dv,
     FIRST: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dV and its dS^T; and dK's and dQ's of the step before, unless this is the FIRST."""
+    """Add one query tile's share to dV and store its dS^T. Unless this is the FIRST step, also add the shares of the
+    step before to dK and dQ."""
     full, empty, ds_full, _ds_empty = barriers
     q_smem, do_smem, lse_smem, delta_smem = streamed
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -178,8 +180,8 @@ def gradient_step_128(
     stage, phase = slot(step, STAGES)
     place, _use = slot(step, 2)
     mbarrier.wait(full.index(stage), phase)
-    # 0, but ptxas cannot know: else it holds the descriptors of all pieces of K and V, as they are the same in
-    # every step, in more than 20 registers (they are short) and moves each to the uniform ones (R2UR) it needs
+    # 0, but ptxas cannot know. Otherwise it keeps the descriptors of all pieces of K and V, the same in every step, in
+    # more than 20 of the scarce registers, and moves each to the uniform registers (R2UR) where it is needed
     nought = step >> 30
     k_tile = k_smem.index(nought)
     v = v_smem.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
@@ -190,14 +192,14 @@ def gradient_step_128(
         scores = warpgroup_mma_wait(0, deps=(scores,))
     else:
         dq, dk = late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
-        bits = pattern_bits(stage, position, key, sizes)  # not earlier: no product waits for a load
+        bits = pattern_bits(stage, position, key, sizes)  # not earlier: no product may wait for this load
         scores = warpgroup_mma_wait(2, deps=(scores,))
     p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
     if not FIRST:
         turn = wait_for_turn(turns, step - 1)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         add_in_turn(dq, dq_ptr, turn, step - 1, CONSUMER, 128)
-    # registers are short: delta is not kept beside dP, the sum begins at -delta
+    # registers are scarce: delta is not kept beside dP; instead the sum begins at -delta
     dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
     dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
     operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
@@ -207,7 +209,7 @@ def gradient_step_128(
         last_stage, _phase = slot(step - 1, STAGES)
         mbarrier.arrive(empty.index(last_stage), count=1)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    # a consumer is here only when the other one has written the dS of the step before, and so has read the dS of
+    # a consumer gets here only after the other one has written the dS of the step before, and so has read the dS of
     # the one before that: two places are enough
     ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store((weight * dp).to(q_smem.dtype))
     fence_async_shared()
@@ -241,21 +243,21 @@ def steps_of_item(
     operands, step, begun, key, query_tiles, from_last, batch, kv_head, sizes, scale_log2, softcap, slope, dk, dv,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """All steps of an item but the first `begun`: (dK, dV, the number of the step behind them).
+    """Run all steps of an item but the first `begun`. Returns (dK, dV, the number of the step after them).
 
     query_tiles: first, the first that needs no mask, end. Walked from the last, those that need one are a head's last.
-    slope: the first head's. The next one's is asked for a head ahead, as in `visit_at`.
+    slope: the first head's. Each later one is loaded a head ahead, for the reason in `visit_at`.
     """
     first, unmasked, end = query_tiles
     group_size = sizes.num_heads // sizes.num_kv_heads
     if CAUSAL and sizes.window is None and sizes.masked is None and sizes.item is None:
-        # a turn is masked steps and then others; walked from the last, masked ones of the head before
+        # a turn is masked steps and then others; walked from the last, the masked ones belong to the head before
         late = gl.where(from_last, 1, 0)
         sign = 1 - 2 * late
         masked_end = step + gl.where(from_last, 0, unmasked - first)
         item_end = step + group_size * (end - first)
         step += begun
-        # a value of its own, of gl.where: Triton does not carry around a loop what is another name's value of before
+        # below, masked_slope is a new value by gl.where: Triton does not carry another name's old value around a loop
         turn, masked_slope = 0, slope
         while step < item_end:
             next_slope = slope_of(gl.minimum(turn + 1, group_size - 1), batch, kv_head, sizes, scale_log2, softcap)

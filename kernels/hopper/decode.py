@@ -1,28 +1,28 @@
 """Attention of a few new queries over a cache of keys and values, for Hopper (sm_90a), in Gluon.
 
-Items of work, their results and the fold of these are as in the portable kernel (kernels/portable/decode.py,
-split.py), with quads between tiles and spans: a row's bits follow from its own keys alone. Hopper's own is how an item
-is computed, by four roles that wait for one another and for nothing else. One warp takes items, tells of them, and
-sends for tiles of keys and values by TMA, into the next items as long as stages are free; another fetches the items'
-queries (decode_loads.py). One warpgroup computes, and leaves a part of a row in global memory (decode_consumer.py); one
-takes turns with other programs and folds the parts (decode_folds.py). So neither memory nor tensor cores wait for the
-end of an item. Where results have many lines and each program one item at most, the programs that come last to a row
-fold some lines each.
+Work items, their partial results and the fold of these are as in the portable kernel (kernels/portable/decode.py,
+split.py), with quads between tiles and spans: a row's bits depend on its own keys alone. What differs is how an item is
+computed, by four roles that synchronize through mbarriers. The producer warp draws items, publishes their descriptions
+and issues TMA copies of key/value tiles, running ahead into the next items while stages are free; the fetcher warp
+loads the items' queries (decode_loads.py). The consumer warpgroup computes an item and stores its partial result in
+global memory (decode_consumer.py). The collector warpgroup folds the partial results (decode_folds.py). So neither
+memory nor tensor cores idle at the end of an item. Where results have many lines and each program has at most one item,
+the last programs to arrive at a row fold some lines each.
 
-Up to 16 queries that share a KV head are columns of both products, as wgmma wants 64 rows, and P passes through shared
-memory; up to 64 are rows:
+Up to 16 queries that share a KV head are the columns of both products, because wgmma needs 64 rows, and P passes
+through shared memory. Up to 64 are the rows:
 
     S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T        or        S = Q K^T        O = P V
 
-A cache of 8 bits comes as words of two columns. The consumer widens them in registers, from where tensor cores take
-their left operand, and has the even and the odd columns of keys, queries and values as products of their own:
+An 8-bit cache is loaded as words of two columns. The consumer widens them in registers, where tensor cores read their
+left operand, and computes separate products for the even and the odd columns of keys, queries and values:
 
     S^T = K_even Q_even^T + K_odd Q_odd^T        O_even^T = V_even^T P^T        O_odd^T = V_odd^T P^T
 
-New tokens: the producer puts those of a tile into the cache before it sends for the tile. A row's last tile is copied
-from so many keys sooner that little lies behind its last key (`shifted`); over what does the consumer writes zeros, as
-0 * NaN is NaN (numbers of 8 bits are finite: e4m3's NaN reads as 480). A page that the pool does not have TMA reads as
-zeros; the consumer, told of it, then gives NaN.
+New tokens: the producer writes those of a tile to the cache before it issues the tile's copy. The copy of a row's last
+tile begins some keys early, so that few slots past the last key are copied (`shifted`). The consumer overwrites those
+with zeros, because 0 * NaN is NaN. In 8 bits they stay: all numbers are finite, as e4m3's NaN reads as 480. TMA reads a
+page that is not in the pool as zeros; the producer sets the item's fault field, and the consumer then returns NaN.
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ from .decode_loads import BOX, HALF, SHIFT, Build, Cache, Rings, fetcher, fields
 
 @gluon.constexpr_function
 def _registers(build):
-    """Of a thread of the collector, the producer, the fetcher. The consumer has what is left: 240, 104."""
+    """Registers per thread of collector, producer, fetcher. The consumer has the rest: 240, or 104 at BLOCK_D 64."""
     if build.BLOCK_D == 64:
         return [80, 56, 56]
     return [168, 96, 96] if build.UPRIGHT and build.APPEND else [160, 104, 104]
@@ -55,10 +55,10 @@ def _registers(build):
 
 @gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
 def hopper_decode_kernel(
-    # descriptors of boxes (1, 1, PIECE, 128 bytes), whose keys lie together
+    # descriptors of boxes (1, 1, PIECE, 128 bytes) of consecutive slots
     k_desc,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D), q's dtype, int8 or e4m3
     v_desc,
-    # inputs, as of `flash_decode_kernel`
+    # inputs, as in `flash_decode_kernel`
     q,  # (B, Hq, Nq, D) bf16 | fp16
     k_cache,
     v_cache,
@@ -72,10 +72,10 @@ def hopper_decode_kernel(
     # outputs
     o,  # (B, Nq, Hq, D), contiguous
     lse,  # (B, Hq, Nq) fp32, contiguous, natural logarithm
-    # memory of the launch
+    # scratch memory of the launch
     sums,  # (slots, slot_rows, BLOCK_D) fp32
     maxima,  # (slots, 2, BLOCK_M) fp32
-    workspace,  # int32: fault, ticket, turns of spans, turns of rows; all but the first are 0 before and after
+    workspace,  # int32: fault, ticket, arrival counters of spans, of rows; all but the fault are 0 before and after
     # layout, in units of UNIT elements (of CACHE_UNIT those of the cache); the last stride is 1
     q_batch, q_head, q_token,
     cache_row, cache_head, cache_slot,
@@ -90,20 +90,20 @@ def hopper_decode_kernel(
     capacity,  # S, or PAGE times the width of the block table
     num_pages,
     slot_rows,  # min(BLOCK_M, Nq * Hq // Hkv)
-    coarse_from,  # from so many spans on a program takes spans; their parts are at most SPAN times as many
+    coarse_from,  # from this many spans on an item is a span; fewer spans have at most SPAN times as many parts
     window_left,  # NEVER without a window
     window_right,  # read only where LOCAL
     scale_log2,  # scale * log2(e), positive
     switches,  # Switches: what is None is compiled away
     HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,  # of the tiles: 64 or 128, no less than HEAD_DIM
-    BLOCK_M: gl.constexpr,  # no less than the queries times the heads of a group
+    BLOCK_M: gl.constexpr,  # at least the queries times the heads of a group
     BLOCK_K: gl.constexpr,
     QUAD: gl.constexpr,
     SPAN: gl.constexpr,
     GROUPS: gl.constexpr,
     PAGE: gl.constexpr,  # 0: contiguous
-    SCALES: gl.constexpr,  # 0: none, 1: a head, 2: a token and head
+    SCALES: gl.constexpr,  # 0: none, 1: per head, 2: per token and head
     STAGES: gl.constexpr,
     UNIT: gl.constexpr,
     CACHE_UNIT: gl.constexpr,
@@ -114,7 +114,7 @@ def hopper_decode_kernel(
 ):  # fmt: skip
     """`flash_decode_kernel` on Hopper: the same items, the same numerics, other tiles."""
     UPRIGHT: gl.constexpr = BLOCK_M == 64
-    ITEMS: gl.constexpr = 2 if UPRIGHT else 3  # whose queries there is room for
+    ITEMS: gl.constexpr = 2 if UPRIGHT else 3  # whose queries fit into shared memory
     is_padded: gl.constexpr = leftpad is not None
     pads = leftpad if is_padded else seqlens
     dtype: gl.constexpr = q.dtype.element_ty
@@ -134,17 +134,17 @@ def hopper_decode_kernel(
     q_shape: gl.constexpr = [ITEMS * (BLOCK_D // COLUMNS), BLOCK_M, COLUMNS]
     q_tiles = gl.allocate_shared_memory(dtype, q_shape, q_layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    p_tile, across = q_tiles, q_tiles  # nobody's: rows stay in registers
+    p_tile, across = q_tiles, q_tiles  # placeholders: with queries as rows P stays in registers
     if not UPRIGHT:  # P, and the maxima and sums of the consumer's warps
         p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
         by_warp: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
         across = gl.allocate_shared_memory(gl.float32, [2, 4, BLOCK_M], by_warp)
-    of_quads = q_tiles  # nobody's
-    if UPRIGHT and QUAD < SPAN:  # an item's sums, while a quad is added up in registers
+    of_quads = q_tiles  # a placeholder
+    if UPRIGHT and QUAD < SPAN:  # an item's sums, while those of a quad are added up in registers
         by_rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
         of_quads = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_D], by_rows)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS * fields_of(build), 1], plain)
-    scales = items  # nobody's
+    scales = items  # a placeholder
     if SCALES == 2:
         scales = gl.allocate_shared_memory(gl.float32, [STAGES * 2, BLOCK_K], plain)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -195,13 +195,13 @@ def hopper_decode_kernel(
 
 
 def tile_for(call: Call) -> DecodeTile:
-    """By the width of heads, their bits, and how many queries share a KV head.
+    """Return the tile for a call, by head_dim, the bits of the cache, and how many queries share a KV head.
 
-    At head_dim 128 two stages of 64 KB, of 8 bits four of 32: with more on its way memory is read more slowly, and who
-    folds waits longer. At 64 three stages of each of two programs, or six where scores of more rows leave registers for
-    half a tile. These are a thread's at launch, which the warps of a program then share out. An item costs what two
-    tiles do, whatever it computes, so spans are long. Results of many rows are large, and those of narrow heads large
-    for their keys: then fewer calls are cut into quads, and none where both are."""
+    At head_dim 128: two stages of 64 KB, or four of 32 KB at 8 bits. With more bytes in flight, memory is read more
+    slowly and the collector waits longer. At 64: three stages for each of two programs, or six of half a tile where the
+    scores of more rows need the registers. max_registers is a thread's share at launch, which the roles then divide
+    anew. An item costs as much as two tiles, whatever it computes, so spans are long. Results of many rows are large,
+    and those of narrow heads are large for their keys: then fewer calls are cut into quads, and none where both are."""
     rows, _ = decode_rows(call.q.shape, call.k_cache.shape[1])
     wide, upright = call.q.shape[3] > 64, rows > 16
     block_k = 64 if upright and not wide else 128
@@ -216,7 +216,7 @@ def tile_for(call: Call) -> DecodeTile:
 def launch_hopper_decode(
     call: Call, options: Options, tile: DecodeTile | None = None, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`launch_flash_decode`, of a call that `why_not_hopper_kvcache` does not refuse."""
+    """`launch_flash_decode` for a call that `why_not_hopper_kvcache` does not refuse."""
     plan = plan or plan_of(decode_key(call, options, ("hopper", tile)))
     tile, tensors, cache = given_tensors(call, options, tile or tile_for(call))
     run(plan, tensors, partial(_launches, options, tile, cache), **cache, **_described(call))
@@ -224,12 +224,12 @@ def launch_hopper_decode(
 
 
 def repeated_hopper_decode(call: Call, options: Options, plan: Plan) -> Repeated | None:
-    """`repeated_decode`, of a call that this module has launched."""
+    """`repeated_decode` for a call that this module has launched."""
     return repeated_decode(call, options, plan, tile_for(call), **_described(call))
 
 
 def _described(call: Call) -> dict[str, tuple]:
-    """Shape and strides in the descriptors, in which the launches for a cache and for a longer one differ."""
+    """Return the descriptors' shape and strides, which differ between the launches for a cache and a longer one."""
     of_cache = sizes_described(call.k_cache)
     return {"k_desc": of_cache, "v_desc": of_cache}
 
@@ -239,12 +239,12 @@ def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given
     page = portable.constants["PAGE"]
     words = given["k_cache"].itemsize == 1
     columns = HALF.value * (2 if words else 1)
-    # two boxes take a key's columns: the shorter they are, the nearer to one another memory is read
+    # where two boxes hold a key's columns: the shorter the boxes, the closer together memory is read
     piece = SHIFT.value if given["q"].shape[3] > columns or 0 < page < tile.block_k else tile.block_k
     descriptors = (tma.descriptor(given[name], piece, columns) for name in ("k_cache", "v_cache"))
     constants = portable.constants | {"STAGES": tile.num_stages, "WORDS": words}
     constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}
     how = {name: value for name, value in tile.how.items() if name != "num_stages"}
     how["launch_cooperative_grid"] = shares_folds(SimpleNamespace(**constants))  # programs then wait for one another
-    how["launch_pdl"] = constants["APPEND"]  # the kernel before makes the new tokens: begin while it ends
+    how["launch_pdl"] = constants["APPEND"]  # the kernel before makes the new tokens: start while it ends
     return [Launch(hopper_decode_kernel, portable.grid, (*descriptors, *portable.arguments), constants, how)]

@@ -1,5 +1,5 @@
-"""The consumer of a Hopper program over a cache: the warpgroup that has an item's tiles. The whole is in decode.py, its
-barriers in decode_loads.py.
+"""The consumer warpgroup of the Hopper kernel over a cache, which computes the attention of an item's tiles. The
+overview is in decode.py, the barriers are in decode_loads.py.
 """
 
 from triton.experimental import gluon
@@ -24,7 +24,7 @@ NEVER = gl.constexpr(2**30)  # a key that no query sees
 
 @gluon.jit
 def _cleared(tile, start, keys, build, PADDED: gl.constexpr):
-    """Zeros over what a tile holds behind a row's last key; `start` is the tile's first."""
+    """Overwrite with zeros what a tile holds past the row's last key; `start` is the tile's first key."""
     BLOCK_D: gl.constexpr = build.BLOCK_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     zeros = gl.zeros([SHIFT, BLOCK_D], tile.dtype, layout)
@@ -36,7 +36,7 @@ def _cleared(tile, start, keys, build, PADDED: gl.constexpr):
 
 @gluon.jit
 def _fold_sums(acc, maximum, total, part, part_maximum, part_total, build):
-    """`fold` of kernels/portable/split.py, of sums as products leave them."""
+    """`fold` of kernels/portable/split.py for sums in the products' layout: queries are columns unless UPRIGHT."""
     if build.UPRIGHT:
         return fold(acc, maximum, total, part, part_maximum, part_total)
     else:
@@ -61,7 +61,7 @@ def _sums_layout(build):
 
 @gluon.constexpr_function
 def _warps_layout(build):
-    """(4 warps, queries): queries as scores have them, and each thread has all four."""
+    """Layout of (4 warps, queries): queries lie as in the scores, and each thread holds the values of all 4 warps."""
     registers = [[0, 1], *([[0, 8]] if build.BLOCK_M == 16 else []), [1, 0], [2, 0]]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, build.BLOCK_M])
@@ -69,7 +69,7 @@ def _warps_layout(build):
 
 @gluon.jit
 def _over_keys(x, shared, build, LARGEST: gl.constexpr):
-    """The largest or the sum of each column of scores: of a warp's rows by shuffles, of the warps by one barrier."""
+    """Return the maximum or sum of each column of scores: within a warp by shuffles, across warps by one barrier."""
     x = gl.reshape(x, [build.BLOCK_K // 64, 4, 16, build.BLOCK_M])
     shared.store(gl.max(gl.max(x, 0), 1) if LARGEST else gl.sum(gl.sum(x, 0), 1))
     x = shared.load(_warps_layout(build))
@@ -79,7 +79,7 @@ def _over_keys(x, shared, build, LARGEST: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, tile, start, query, scoring, across, build, KEYS: gl.constexpr):
-    """Of one tile, whose keys are the axis KEYS of scores: (probabilities over their sum, maxima).
+    """Return (exp2(logits - maxima), not yet divided by their sum; maxima) of one tile, whose keys are axis KEYS.
 
     across: (2, 4, BLOCK_M) fp32 in shared memory, where KEYS is 0, else None."""
     BLOCK_K: gl.constexpr = build.BLOCK_K
@@ -89,7 +89,7 @@ def _softmax(scores, tile, start, query, scoring, across, build, KEYS: gl.conste
     logits, factor, _ = logits_of(scores, query, key, scoring)
     edge = (start + BLOCK_K + mask.num_q > mask.num_k + 1) | (start < tile * BLOCK_K)
     if mask.LOCAL or not build.UPRIGHT or edge:  # elsewhere each query sees each key
-        key = gl.where(key < tile * BLOCK_K, NEVER, key)  # another tile has it
+        key = gl.where(key < tile * BLOCK_K, NEVER, key)  # it belongs to the tile before
         logits = mask_scores(logits, query, key, mask)
     if KEYS == 1:
         maximum = gl.max(logits, 1) * factor
@@ -101,7 +101,7 @@ def _softmax(scores, tile, start, query, scoring, across, build, KEYS: gl.conste
 
 @gluon.jit
 def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr):
-    """One tile, queries as rows: (its sum of P V, maxima, sums)."""
+    """Attend to one tile with queries as rows. Returns (its sum of P V, maxima, sums of P)."""
     sums_layout: gl.constexpr = _sums_layout(build)
     of_row: gl.constexpr = gl.SliceLayout(1, sums_layout)
     num_keys = scoring.mask.num_k
@@ -111,7 +111,7 @@ def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase,
     probs, maximum = _softmax(scores, tile, start, query, scoring, None, build, 1)
     rounded = gl.convert_layout(probs.to(q_tile.dtype), gl.DotOperandLayout(0, sums_layout, 2))
     mbarrier.wait(v_full, phase)
-    if start + build.BLOCK_K > num_keys:  # of keys that are none the scores are masked, but 0 * NaN is NaN
+    if start + build.BLOCK_K > num_keys:  # past the last key scores are masked, but 0 * NaN is NaN
         _cleared(v_tile, start, num_keys, build, PADDED)
         fence_async_shared()
     nothing = gl.zeros([build.BLOCK_M, build.BLOCK_D], gl.float32, sums_layout)
@@ -124,7 +124,7 @@ def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase,
 def _by_columns(
     q_tile, k_tile, v_tile, p_tile, across, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr
 ):  # fmt: skip
-    """`_by_rows`, queries as columns: few of them fill wgmma, and P passes through shared memory."""
+    """`_by_rows` with queries as columns, so that few queries fill wgmma. P passes through shared memory."""
     num_keys = scoring.mask.num_k
     nothing = gl.zeros([build.BLOCK_K, build.BLOCK_M], gl.float32, _scores_layout(build))
     scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -146,10 +146,10 @@ def _by_words(
     q_even, q_odd, k_tile, v_tile, p_tile, across, of_k, scales, stage, tile, start, query, scoring, v_full, phase,
     build,
 ):  # fmt: skip
-    """`_by_columns` of 8 bits, which the warps widen on their way to the products, a word into two columns: (the sum of
-    P V, of even columns, of odd ones, maxima, sums).
+    """`_by_columns` for an 8-bit cache: the warps widen each word into two columns in registers. Returns (the sum of
+    P V of the even columns, of the odd ones, maxima, sums of P).
 
-    of_k: the scale of all keys, where there is one."""
+    of_k: the scale of all keys with SCALES 1, else 1."""
     scores_layout: gl.constexpr = _scores_layout(build)
     of_key: gl.constexpr = gl.SliceLayout(1, scores_layout)
     sums_layout: gl.constexpr = _sums_layout(build)
@@ -179,7 +179,7 @@ def _by_words(
 
 @gluon.jit
 def _no_keys(build):
-    """What sums begin with: (sums, maxima, denominators)."""
+    """Return the initial (sums, maxima, denominators)."""
     layout: gl.constexpr = _sums_layout(build)
     shape: gl.constexpr = [build.BLOCK_M, build.BLOCK_D] if build.UPRIGHT else [build.COLUMNS, build.BLOCK_M]
     of_row: gl.constexpr = gl.SliceLayout(1 if build.UPRIGHT else 0, layout)
@@ -192,8 +192,8 @@ def _no_keys(build):
 def _attended(
     begin, end, step, place, keys, of_k, query, scoring, tiles, rings, build, PADDED: gl.constexpr
 ):  # fmt: skip
-    """Some tiles of an item, added one after the other: (the ring's next step, sums, those of odd columns where WORDS,
-    maxima, denominators)."""
+    """Attend to the tiles begin .. end of an item, added one after the other. Returns (the ring's next step, sums,
+    those of odd columns where WORDS, maxima, denominators)."""
     k_tiles, v_tiles, p_tile, across = tiles
     q_tile = rings.q.index(place * 2 if build.WORDS else place)
     acc, maximum, total = _no_keys(build)
@@ -234,7 +234,7 @@ def consumer(
     BLOCK_M: gl.constexpr = build.BLOCK_M
     BLOCK_D: gl.constexpr = build.BLOCK_D
     UPRIGHT: gl.constexpr = build.UPRIGHT
-    KEYS: gl.constexpr = 1 if UPRIGHT else 0  # their axis in scores, and that of columns in sums
+    KEYS: gl.constexpr = 1 if UPRIGHT else 0  # the axis of keys in scores, and of columns in sums
     acc_layout: gl.constexpr = _sums_layout(build)
     out_layout: gl.constexpr = acc_layout if UPRIGHT else lines_layout(build)
     started((rings.k_full, rings.v_full, rings.empty), build.STAGES)
@@ -285,7 +285,7 @@ def consumer(
                     acc, maximum, total = part, part_maximum, part_total
                 else:
                     acc, maximum, total = _fold_sums(acc, maximum, total, part, part_maximum, part_total, build)
-        if told(rings, place, 5, build) > 0:  # of the last tile's page too
+        if told(rings, place, 5, build) > 0:  # it covers the last tile's page too
             gl.store(workspace, 1)
             total = total + float("nan")
         if not UPRIGHT:
@@ -299,7 +299,7 @@ def consumer(
             store_item(
                 acc, maximum, total, o, lse, switches.sinks, v_scale, item, group, num_q, num_heads, parts, build
             )
-        gl.thread_barrier()  # the stores of all threads come before the word of them
+        gl.thread_barrier()  # all threads' stores precede the arrival that publishes them
         mbarrier.arrive(rings.stored.index(place), count=1)
         turn += 1
         place, phase_of_item, row = awaited(rings, turn, build)

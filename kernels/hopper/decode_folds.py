@@ -1,5 +1,5 @@
-"""The collector of a Hopper program over a cache, the warpgroup that folds results of items into those of rows, and
-what it shares with the consumer, which leaves them. The whole is in decode.py, the barriers in decode_loads.py.
+"""The collector warpgroup of the Hopper kernel over a cache, which folds the results of items into those of rows, and
+what it shares with the consumer, which stores them. The overview is in decode.py, the barriers are in decode_loads.py.
 """
 
 from triton.experimental import gluon
@@ -60,8 +60,8 @@ def store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, 
 
 @gluon.jit
 def _collected_beside(first, step, count, few, here, there):
-    """`collected` of the lines `here`; and where the parts are few, one quad, that of as many lines `there`, so that
-    two quads are in flight then, too."""
+    """`collected` of the lines `here`. Where the parts are few, at most one quad, also that of as many lines `there`,
+    so that two quads are in flight in both cases."""
     acc, maximum, total = nothing(here)
     other, other_maximum, other_total = nothing(here)
     ahead = (1 - few) * here.QUAD
@@ -79,7 +79,7 @@ def _collected_beside(first, step, count, few, here, there):
 def _hand_on(
     level, to, acc, maximum, total, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build
 ):  # fmt: skip
-    """A level's result into the next level's slot, or into the row."""
+    """Store a level's result: in the next level's slot or, after the last level, in O and LSE."""
     if level < 2:
         put(to, acc, maximum, total, parts)
     else:
@@ -88,7 +88,7 @@ def _hand_on(
 
 @gluon.jit
 def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build):
-    """A share of the lines of a level's parts from memory, into the next level's slot, or into the row."""
+    """Fold a share of the lines of a level's parts from memory. Stores the result as `_hand_on` does."""
     first, step, count, to = slots
     LINES: gl.constexpr = lines_of(build)
     if in_flight(build) > build.QUAD and build.UPRIGHT:
@@ -117,18 +117,19 @@ def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, grou
 def _folded_together(
     level, slots, shares, turn, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build
 ):  # fmt: skip
-    """A level's fold by the last `shares` programs that come to it, some lines each: whether this one ended it.
+    """Fold a level by the last `shares` programs to arrive, some lines each. Returns whether this program goes on to
+    the next level: the last to finish.
 
-    The sooner of them wait for the others. Nobody can wait for ever: where there are shares each program has one item,
-    and the launch is cooperative, so that all programs run.
+    The earlier of them wait for the later ones. This cannot deadlock: with several shares each program has at most one
+    item, and the launch is cooperative, so that all programs run.
     """
     count = slots[2]
-    again = gl.where((level < 2) & (shares > 1), shares, 0)  # that say that they ended, where somebody goes on
-    gl.thread_barrier()  # the stores of all threads come before the addition that tells of them
+    again = gl.where((level < 2) & (shares > 1), shares, 0)  # programs that arrive once more, if a level follows
+    gl.thread_barrier()  # all threads' stores precede the atomic add that releases them
     share = gl.atomic_add(turn, 1, sem="acq_rel") - (count - shares)
     last = share >= 0
     if last:
-        if share + again == shares - 1:  # nobody comes after: as before the first
+        if share + again == shares - 1:  # no arrival follows: reset to 0
             gl.atomic_add(turn, -count, sem="release")
         if shares > 1:
             tma.wait_count(turn, count)

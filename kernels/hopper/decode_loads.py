@@ -1,10 +1,10 @@
-"""The warps of a Hopper program over a cache that load, and what they hand on: the producer, which takes items and
-sends for their tiles, and the fetcher, which loads their queries. The whole is in decode.py, the other roles in
-decode_consumer.py and decode_folds.py.
+"""The loading warps of the Hopper kernel over a cache, and the rings that they fill: the producer draws items and
+issues the copies of their tiles, and the fetcher loads their queries. The overview is in decode.py, the other roles are
+in decode_consumer.py and decode_folds.py.
 
 Barriers (mbarriers; a stage s of the ring of tiles, a place i of the ring of items):
     k_full[s], v_full[s]   tiles have arrived          empty[s]        the consumer's products with both are done
-    item_full[i]           an item is described        item_empty[i]   nobody needs its description any more
+    item_full[i]           an item is described        item_empty[i]   all roles have read its description
     q_full[i]              its queries have arrived    stored[i]       its result is in global memory
 """
 
@@ -18,20 +18,20 @@ from ..portable.split import ROWS_BLOCK, Batch, cut, extent, row_of
 from . import tma
 from .tma import slot
 
-HALF = gl.constexpr(64)  # columns of a TMA box: what one swizzle of shared memory takes
-SHIFT = gl.constexpr(16)  # keys: what the smallest page holds
-BOX = gl.constexpr(8)  # queries: what one pattern of shared memory takes
-STARTED = gl.constexpr(9)  # the hardware barrier where all THREADS meet when the mbarriers are there
+HALF = gl.constexpr(64)  # columns of a TMA box: the width of one swizzle of shared memory
+SHIFT = gl.constexpr(16)  # keys: the size of the smallest page
+BOX = gl.constexpr(8)  # queries: the rows of one swizzle pattern of shared memory
+STARTED = gl.constexpr(9)  # the hardware barrier on which all THREADS wait until the mbarriers are initialized
 THREADS = gl.constexpr(320)
 
 
 @record
 class Rings:
-    """What the roles hand to one another in shared memory, as in the table above."""
+    """The rings in shared memory through which the roles pass data, with the barriers of the table above."""
 
     k: gl.shared_memory_descriptor  # (STAGES * halves * pieces, PIECE, 64), as TMA writes them
     v: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor  # (STAGES * 2, BLOCK_K) fp32, of k and of v; read only with a scale a token
+    scales: gl.shared_memory_descriptor  # (STAGES * 2, BLOCK_K) fp32, of k and of v; read only with one per token
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -46,13 +46,13 @@ class Rings:
 
 @record
 class Cache:
-    """Where a row's keys lie, and those that are to be appended, by pointer."""
+    """Pointers to the cache and to the new tokens to append, and their strides."""
 
     k: gl.tensor
     v: gl.tensor
-    k_new: gl.tensor  # None, as v_new, but where APPEND
+    k_new: gl.tensor  # None without APPEND, as is v_new
     v_new: gl.tensor
-    k_scale: gl.tensor  # None without scales, fp32 (Hkv,), or as the cache's slots
+    k_scale: gl.tensor  # fp32 (Hkv,) or one per slot and head; None without scales
     v_scale: gl.tensor
     strides: tuple  # (row or page, head, slot), elements
     scale_strides: tuple
@@ -75,31 +75,31 @@ class Build:
     GROUPS: gl.constexpr
     PAGE: gl.constexpr
     STAGES: gl.constexpr
-    ITEMS: gl.constexpr  # that the producer describes ahead
+    ITEMS: gl.constexpr  # places of the ring of items
     APPEND: gl.constexpr
     UPRIGHT: gl.constexpr  # queries are the rows of products, in place of keys
     COLUMNS: gl.constexpr  # of a tile: BLOCK_D, or half as many words of two where the cache has 8 bits
-    WORDS: gl.constexpr  # it has
+    WORDS: gl.constexpr  # the cache has 8 bits
     INT8: gl.constexpr  # int8, not e4m3
-    SCALES: gl.constexpr  # 0: none, 1: a head, 2: a token and head
+    SCALES: gl.constexpr  # 0: none, 1: per head, 2: per token and head
     UNIT: gl.constexpr
 
 
 @gluon.constexpr_function
 def stored_dtype(build):
-    """Of a cache of 8 bits."""
+    """Return the dtype of an 8-bit cache."""
     return gl.int8 if build.INT8 else gl.float8e4nv
 
 
 @gluon.constexpr_function
 def in_flight(build):
-    """How many parts of a row are loaded together. Two quads, where fewer lines then still fill all threads."""
+    """How many parts of a row are loaded together. Two quads where the fewer lines still fill all threads."""
     return 8 if build.BLOCK_D == 128 and build.QUAD < build.SPAN else 4
 
 
 @gluon.constexpr_function
 def lines_of(build):
-    """How many lines of a result are folded at once: more is more code."""
+    """How many lines of a result are folded at once: more lines mean more code."""
     return min(build.BLOCK_M, 4096 // build.BLOCK_D // in_flight(build))
 
 
@@ -117,7 +117,7 @@ def fields_of(build):
 
 @gluon.jit
 def _tell(rings, place, FIELD: gl.constexpr, value, build):
-    """By the producer's one warp."""
+    """Write a field of an item's description. Called by the producer's one warp."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     rings.items.index(place * fields_of(build) + FIELD).store(gl.full([1], value, gl.int32, one))
 
@@ -130,7 +130,7 @@ def told(rings, place, FIELD: gl.constexpr, build, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def started(mine, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Make a role's rings of COUNT mbarriers each, and wait until all roles have made theirs."""
+    """Initialize a role's rings of COUNT mbarriers each, and wait until all roles have initialized theirs."""
     for i in gl.static_range(COUNT):
         for ring in gl.static_range(len(mine)):
             mbarrier.init(mine[ring].index(i), count=1)
@@ -141,7 +141,7 @@ def started(mine, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def awaited(rings, turn, build, WARPS: gl.constexpr = 4):
-    """When the turn's item is told of: (its place in the ring, the phase of that place's barriers, its row)."""
+    """Wait for the description of the turn's item: (its place in the ring, the phase of its barriers, its row)."""
     place, phase = slot(turn, build.ITEMS)
     mbarrier.wait(rings.item_full.index(place), phase)
     return place, phase, told(rings, place, 0, build, WARPS)
@@ -149,11 +149,11 @@ def awaited(rings, turn, build, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def shifted(tile, keys, build, PADDED: gl.constexpr):
-    """How many keys before a tile's first one its copy begins: as many as the row's last tile has slots behind its
-    last key, in whole SHIFTs.
+    """How many keys before a tile's first one its copy begins: as many as the tile has slots past the row's last key,
+    in whole SHIFTs.
 
-    What a copy would read there lies before its page, where TMA reads nothing, or has just been read; behind the last
-    key it would be memory. Left padding is neither.
+    The keys before lie outside the page, where TMA reads nothing, or have just been read. Slots past the last key would
+    be read from memory. Left padding is neither, so there the copy is not shifted.
     """
     behind = gl.maximum((tile + 1) * build.BLOCK_K - keys, 0)
     return gl.where(PADDED, 0, behind // SHIFT * SHIFT)
@@ -161,13 +161,13 @@ def shifted(tile, keys, build, PADDED: gl.constexpr):
 
 @gluon.jit
 def _known(page, cache):
-    """Whether the pool has such a page. Of another one TMA reads zeros."""
+    """Whether the pool has this page. TMA reads any other page as zeros."""
     return (page >= 0) & (page < cache.num_pages)
 
 
 @gluon.jit
 def _narrowed(values, scale, kv_head, at, keep, build):
-    """New tokens in numbers of 8 bits. Scales of their own are put into the slots `at`."""
+    """Round new tokens to 8 bits. With one scale per token, store the scales at the offsets `at`."""
     values = values.to(gl.float32)
     if build.SCALES == 1:
         return rounded(values, gl.load(scale + kv_head), stored_dtype(build))
@@ -179,7 +179,7 @@ def _narrowed(values, scale, kv_head, at, keep, build):
 
 @gluon.jit
 def _append(begin, end, first_new, row, kv_head, pad, cache, build):
-    """The new tokens among the keys begin .. end into their slots, where TMA then finds them."""
+    """Write the new tokens among the keys begin .. end to their slots, where TMA then reads them."""
     BLOCK_D: gl.constexpr = build.BLOCK_D
     TOKENS: gl.constexpr = 256 // BLOCK_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [TOKENS, BLOCK_D // 8], [1, 1], [1, 0])
@@ -214,7 +214,7 @@ def _append(begin, end, first_new, row, kv_head, pad, cache, build):
 
 @gluon.jit
 def _place_of(piece, tile, start, keys, row, pad, pages, build):
-    """Where the keys from `piece` on, of the copy of a tile, lie together: (row or page, slot)."""
+    """Return where a piece of a tile's copy begins, the keys from `piece` on: (row or page, slot)."""
     line, at = row, pad + start + piece
     if build.PAGE >= build.BLOCK_K:
         line = gl.load(pages + tile * build.BLOCK_K // build.PAGE, mask=tile * build.BLOCK_K < keys, other=0)
@@ -230,7 +230,7 @@ def _place_of(piece, tile, start, keys, row, pad, pages, build):
 
 @gluon.jit
 def _scales_at(tile, start, keys, row, kv_head, pad, pages, cache, build):
-    """Where the scale of each key of a tile lies, which may be anywhere, and whether there is such a key."""
+    """Return the offset of the scale of each key of a tile, which may be anywhere, and whether the key exists."""
     key = start + gl.arange(0, build.BLOCK_K, layout=gl.BlockedLayout([1], [32], [1], [0]))
     inside = (key >= tile * build.BLOCK_K) & (key < keys)
     slots = pad + key
@@ -254,22 +254,22 @@ def producer(
     PIECE: gl.constexpr = k_desc.block_type.shape[2]
     PIECES: gl.constexpr = BLOCK_K // PIECE
     lanes = gl.arange(0, ROWS_BLOCK, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    if build.APPEND:  # whoever is told of an item is told after this
+    if build.APPEND:  # the other roles see an item's description only after this
         tma.wait_for_previous()
     batch = Batch(
         seqlens, leftpad, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, build.QUAD, build.SPAN, build.APPEND,
         PADDED,
     )  # fmt: skip
     size, num_items = cut(width, coarse_from, batch)
-    started((), 0, 1)  # the others have made their barriers meanwhile
+    started((), 0, 1)  # the other roles have initialized their barriers meanwhile
     programs = gl.num_programs(0)
     step, turn = 0, 0
     item = gl.program_id(0)
     while item < num_items:
         following = item + programs
-        if num_items > programs:  # drawn early, so that nobody waits for the ticket
+        if num_items > programs:  # drawn early, so that no role waits for the ticket
             drawn = gl.atomic_add(workspace + 1, 1, sem="relaxed")
-            if drawn == num_items - 1:  # the last: one for each item past the first ones, one a program for none
+            if drawn == num_items - 1:  # the last ticket: one per item past the first ones, one per program for none
                 gl.store(workspace + 1, 0)
             following = programs + drawn
         unit = item // width
@@ -294,9 +294,9 @@ def producer(
             for piece in gl.static_range(PIECES):
                 place_of_piece = _place_of(piece * PIECE, tile, start, keys, row, pad, pages, build)
                 places = places + (place_of_piece,)  # noqa: RUF005 (Triton's tuples)
-            if tile == begin:  # before its first copy, as queries would come behind that
+            if tile == begin:  # before the item's first copy, or its queries would queue behind it
                 mbarrier.wait(rings.item_empty.index(place), phase_of_item ^ 1)
-                single = gl.where(num_items <= programs, 1, 0)  # told where folds are shared
+                single = gl.where(num_items <= programs, 1, 0)  # a field only where folds are shared
                 fields = row, kv_head, begin, end, keys, fault, item, size, tiles, place_in_row, spans_before, single
                 for field in gl.static_range(fields_of(build)):
                     _tell(rings, place, field, fields[field], build)
@@ -323,7 +323,7 @@ def producer(
                     tma.load(v_desc, [line, kv_head, at, half * HALF], v_full, _as_box(rings.v.index(box), v_desc))
             if PAGE > 0:
                 _tell(rings, place, 5, fault, build)
-            mbarrier.expect(v_full, BLOCK_K * build.COLUMNS * 2)  # last: with the values faults are known
+            mbarrier.expect(v_full, BLOCK_K * build.COLUMNS * 2)  # last, so that v_full publishes the fault too
             step += 1
         item = following
         turn += 1
@@ -340,9 +340,9 @@ def _as_box(part, descriptor):
 
 @gluon.jit
 def fetcher(q, q_strides, group, num_q, rings, build):
-    """The queries and heads of items' KV heads, in boxes of 8 and 64 columns; by one warp. Those that do not exist are
-    left as they are, or zeros, which concerns nobody's sums but their own."""
-    READ: gl.constexpr = build.BLOCK_D if build.WORDS else HALF  # columns together
+    """One warp loads the queries of each item's KV head into shared memory, in boxes of 8 rows by 64 columns. Rows past
+    the last query hold stale data or zeros; they only affect their own sums, which are never stored."""
+    READ: gl.constexpr = build.BLOCK_D if build.WORDS else HALF  # columns loaded at a time
     layout: gl.constexpr = gl.BlockedLayout([1, READ // 8], [4, 8], [1, 1], [1, 0])
     lines = gl.arange(0, BOX, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, READ, layout=gl.SliceLayout(0, layout))

@@ -1,6 +1,6 @@
 """Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps.
 
-Roles. Two or three consumer warpgroups own 64 queries each; one producer warp issues all loads. A program takes one
+Roles. Two or three consumer warpgroups own 64 queries each; one producer warp issues all loads. A program computes one
 query tile (a plain grid) or one after another (a persistent grid, whose producer runs ahead into the next tile);
 `plan_for` says which. Order of the tiles and key ranges: schedule.py; barriers: pipeline.py; arithmetic: softmax.py.
 
@@ -49,7 +49,7 @@ from .schedule import Document, Sizes, batch_and_head, document_turn, first_rows
 from .softmax import add_p_v, log2_factor, slope_at, softmax_step
 from .tma import slot, tile_width
 
-L2_SHARE = 1 / 6  # of the keys and values of the heads that are worked on together
+L2_SHARE = 1 / 6  # for the keys and values of the heads that are worked on together
 
 
 @record
@@ -67,7 +67,7 @@ class Call:
 
 @gluon.jit
 def _of_turn(turn, call):
-    """The call with the sizes of the document that this program's turn is about."""
+    """Return the call with the sizes of the document of this program's turn."""
     if call.document is not None:
         document, sizes = document_turn(turn, call.sizes, call.document)
         return Call(call.tiles, call.barriers, sizes, call.window, document, call.masked, call.alibi_slopes)
@@ -120,8 +120,8 @@ def _producer(q_desc, k_desc, v_desc, packed, build):
 def _query_tile(
     o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER: gl.constexpr, step, rows, loaded, batch_head
 ):  # fmt: skip
-    """O and LSE of a consumer's 64 queries, from row `rows` on; the program loads the key tiles `loaded` (first, end,
-    and where a block mask's full ones end).
+    """Compute and store O and LSE of a consumer's 64 queries, from row `rows` on. The program loads the key tiles
+    `loaded` (first, end, and where a block mask's full ones end).
 
     Returns the step after them.
     """
@@ -178,7 +178,7 @@ def _query_tile(
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
     row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-    # not (running_max * factor + ...) * LN_2: that product is the loop's too, and would be carried around it (NOTES.md)
+    # not (running_max * factor + ...) * LN_2: the loop has that product too and would carry it around (NOTES.md)
     lse = running_max * (factor * LN_2) + gl.log2(row_sum) * LN_2
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
     row = rows + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
@@ -192,7 +192,7 @@ def _query_tile(
     batch, head = batch_and_head(batch_head, sizes.num_heads, call.document)
     store_rows(o_desc, batch, head, rows, first_rows(call.document)[0], sizes.num_q, o_tile)
     if build.HEAD_DIM == 256:
-        tma.store_wait(0)  # O stands where the next tile's Q is loaded
+        tma.store_wait(0)  # the next tile's Q is loaded into O's buffer
         mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
     return end
 
@@ -275,7 +275,7 @@ def hopper_fwd_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
     if HEAD_DIM == 256:
-        o_smem = q_smem  # Q, K and V leave no room: a tile's O goes out through its Q
+        o_smem = q_smem  # Q, K and V leave no room: a tile's O is stored through the buffer of its Q
     else:
         o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, HEAD_DIM], q_layout)
     tiles = Tiles(q_smem, k_smem, v_smem, o_smem)
@@ -312,7 +312,7 @@ def hopper_fwd_kernel(
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How the forward runs: consumer warpgroups of 64 queries, K/V stages, and what the kernel's constants say."""
+    """How the forward runs: consumer warpgroups of 64 queries, K/V stages, and constants of the kernel."""
 
     consumers: int
     stages: int = 2
@@ -324,7 +324,7 @@ class ForwardPlan:
 def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of those tried at 1,024 to 32,768 tokens, or within 2 % of it: one H100, torch 2.11.0, triton 3.6.0,
     2026-11-27, 16,384 tokens a call, hidden size 2,048 (NOTES.md). With a window, a soft-cap, documents or a block mask
-    at 16,384 tokens: one of four to six on an H200, 2026-11-23. 256 has room for key tiles of 64, two stages."""
+    at 16,384 tokens: one of four to six on an H200, 2026-11-23. At 256, key tiles of 64 in two stages fit."""
     causal = options.causal
     if options.masked:
         return ForwardPlan(2 if head_dim == 128 else 3, ping_pong=head_dim == 64, persistent=False)
@@ -344,7 +344,7 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
 
 
 def grid_of(plan: ForwardPlan, tiles: int, options: Options, device_index: int | None) -> tuple[int, bool]:
-    """How many programs take these query tiles, and whether in pairs: only where there are more tiles than programs."""
+    """How many programs work on these query tiles, and whether in pairs, which needs more tiles than programs."""
     if not plan.persistent or tiles <= num_sms(device_index):
         return tiles, False
     return num_sms(device_index), options.causal and not options.packed
@@ -362,7 +362,7 @@ def launch_hopper_fwd(
     plan = plan or plan_of(key_of(("hopper forward", schedule), options, q, k, v))
     o, lse = tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **option_tensors(options)}
-    if options.packed:  # of any plan: no tile is smaller than 64 rows
+    if options.packed:  # enough for any plan: no tile is smaller than 64 rows
         tensors["tiles"] = document_tiles(q, 64, options.cu_seqlens_q)
     run(plan, tensors, partial(_launches, options, schedule))
     return o, lse

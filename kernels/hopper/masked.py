@@ -1,8 +1,8 @@
 """Block masks in the Hopper kernels. In the forward a program's 128 queries are one row of the mask's blocks, or its
-192 are a group that lies in two, and a visit is one key tile.
+192 are a group that spans two such rows, and a visit is one key tile.
 
-Visits are walked from a row's last to its first, so that the partial ones come before the full ones: the order in which
-a dense call meets its masked and its other tiles. One schedule serves both.
+Visits go from a row's last to its first, so that the partial ones come before the full ones: the order in which a dense
+call visits its masked and its other tiles. One schedule serves both.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from .schedule import key_tiles, tile_rows
 
 @record
 class Masked:
-    """A block mask as the roles see it; None in its place where there is none."""
+    """A block mask as the roles read it; None instead where there is none."""
 
     starts: gl.tensor  # of BlockMask
     visits: gl.tensor
@@ -23,7 +23,7 @@ class Masked:
     patterns: gl.shared_memory_descriptor  # (STAGES * ROWS, 1) int32: the patterns of the tile in a stage
     OF_BATCH: gl.constexpr
     OF_HEAD: gl.constexpr
-    ROWS: gl.constexpr  # patterns of a stage: 2 of a group's rows of blocks, or of a step and the next one, else 1
+    ROWS: gl.constexpr  # patterns per stage: 2 for a group's two rows of blocks, or for a step and the next; else 1
 
 
 @gluon.jit
@@ -37,11 +37,11 @@ def masked_by(
 
 @gluon.jit
 def heads_together(masked, heads_per_section, num_heads, num_q, num_k):
-    """How many heads a section has, by the keys of a mask's first head: heads_per_section, or all where a block of keys
-    is seen by more than four times as many blocks of queries as most are.
+    """How many heads a section has: heads_per_section, or all of them where one block of keys of the mask's first head
+    is seen by more than four times as many blocks of queries as the average one.
 
-    An item with so many visits ends long after the others of its head, and those that add after it wait: both are
-    hidden by the other heads' items. Where all rows are alike, fewer heads at a time keep what they read in L2.
+    An item with so many visits ends long after the others of its head, and the items that add to dQ after it wait.
+    Items of other heads hide both. Where all rows are alike, fewer heads at a time keep what they read in L2.
     """
     if masked is not None:
         k_blocks = (num_k + 127) // 128
@@ -58,8 +58,8 @@ def heads_together(masked, heads_per_section, num_heads, num_q, num_k):
 def program_tiles(tile, batch_head, num_tiles, mask, call, build):
     """(first row, first, end, full_end) of a program's query tile: the key tiles that it visits.
 
-    Of a block mask they are places in `visits`, of which those from full_end on are partial, else tiles of keys. One
-    is visited at least: where a row of blocks has no visit, the first of the list, which shows nothing.
+    With a block mask these are places in `visits`, partial from full_end on; else they are tiles of keys. At least one
+    is visited: for a row of blocks without visits it is the first of the list, which shows nothing.
     """
     if call.masked is not None:
         batch = batch_head // call.sizes.num_heads
@@ -86,7 +86,7 @@ def program_tiles(tile, batch_head, num_tiles, mask, call, build):
 
 @gluon.jit
 def row_tiles(rows, loaded, mask, call, build):
-    """`key_tiles` of a consumer's 64 rows, of which the program loads `loaded` (first, end, full_end)."""
+    """`key_tiles` of a consumer's 64 rows, where the program loads the tiles `loaded` (first, end, full_end)."""
     if call.masked is not None:
         first, end, full_end = loaded
         return first, end, first, full_end
@@ -106,8 +106,8 @@ def first_key(place, masked, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def announce_patterns(pattern, below, stage, masked):
-    """Tell the consumers which pattern the tile has that a stage is about to hold, and a second one, of a group or of
-    the next step: one load from global memory less between them and its bits. By the producer's one warp."""
+    """Store the pattern of the tile that a stage is about to hold, and a second one, of a group or of the next step.
+    This saves the consumers a load from global memory before they load the bits. Called by the producer's one warp."""
     if masked is not None:
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         masked.patterns.index(stage * masked.ROWS).store(gl.full([1], pattern, gl.int32, one))
@@ -117,22 +117,22 @@ def announce_patterns(pattern, below, stage, masked):
 
 @gluon.jit
 def announced_pattern(stage, masked, row=0):
-    """The pattern of the tile in a stage, for a consumer, whose queries lie in this row of blocks; or row 1."""
+    """Read the pattern of the tile in a stage, as a consumer. row: 0, or 1 for the second one of the stage."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(masked.patterns.index(stage * masked.ROWS + row).load(one), 0)
 
 
 @gluon.jit
 def _by_pairs(layout: gl.constexpr, COLS: gl.constexpr):
-    """Scores (64, COLS) in `layout` as (row, eight columns, pair of the eight, column of the pair). A thread has one
-    pair of each eight."""
+    """Zeros for scores (64, COLS) in `layout`, as (row, eight columns, pair of the eight, column of the pair). A thread
+    holds one pair of each eight."""
     return gl.reshape(gl.zeros([64, COLS], gl.float32, layout), [64, COLS // 8, 4, 2])
 
 
 @gluon.jit
 def own_bits(pattern, row, col, s_layout: gl.constexpr, COLS: gl.constexpr):
-    """The words of `BlockMask.bits` of 64 rows from `row` on, (64, 4) int32, one of each row for a thread: its columns
-    from `col` on begin at bit 0. `pattern`: pointer to its rows."""
+    """Load the words of `BlockMask.bits` for 64 rows from `row` on, (64, 4) int32, one of each row for a thread. Its
+    columns from `col` on begin at bit 0. `pattern`: pointer to the pattern's rows."""
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _by_pairs(s_layout, COLS).type.layout))  # (row, pair)
     rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     pair = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
@@ -141,7 +141,7 @@ def own_bits(pattern, row, col, s_layout: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.jit
 def pattern_words(row, stage, masked, s_layout: gl.constexpr):
-    """`own_bits` of 64 rows from `row` on under the key tile of a stage; of a full block all are 1."""
+    """`own_bits` of 64 rows from `row` on under the key tile of a stage; in a full block all are 1."""
     of_group = 0
     if masked.ROWS == 2:
         of_group = row // 128 - row // MASK_GROUP * MASK_GROUP // 128
@@ -162,8 +162,8 @@ def where_bit(values, words, bits, HIDDEN: gl.constexpr):
 
 @gluon.jit
 def by_bits(values, words, COLS: gl.constexpr, HIDDEN: gl.constexpr):
-    """values (64, COLS) where a thread's bit, of `own_bits`, is 1, else HIDDEN as in `where_bit`: tests of bits that
-    the compiler knows."""
+    """values (64, COLS) where a thread's bit of `own_bits` is 1, else HIDDEN as in `where_bit`. The compiler knows
+    which bit each register tests."""
     seen = gl.reshape(values, [64, COLS // 8, 4, 2])
     layout: gl.constexpr = seen.type.layout
     eight = gl.arange(0, COLS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))

@@ -1,7 +1,7 @@
 """How the Hopper kernels' roles hand tiles to one another: barriers, copies, turns at the tensor cores.
 
 Barriers (mbarriers; a stage s of a ring of STAGES):
-    q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c's last S with them is done (256: O is out)
+    q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c's last S with them is done (256: O is stored)
     k_full[s]   a key tile has arrived                      k_empty[s]  every consumer's S with it is done
     v_full[s]   a value tile has arrived                    v_empty[s]  every consumer's P V with it is done
     9 + c       hardware barrier, with PING_PONG: consumer c may issue its products; the others do softmax
@@ -55,7 +55,7 @@ class Build:
 
 @gluon.jit
 def ready_barriers(CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """`Barriers`, ready for every role."""
+    """Allocate and initialize the `Barriers`, for all roles."""
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -76,7 +76,7 @@ def ready_barriers(CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_rows(descriptor, batch, head, start, row0, num_tokens, barrier, tile):
-    """Copy a tile from row `start` on; rows past num_tokens read as 0, also where the next document is (row0 is the
+    """Copy a tile from row `start` on; rows past num_tokens read as 0, even those of the next document (row0 is the
     document's first packed row: see `packed_descriptor` in kernels/launch.py)."""
     shared = tile._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
     if len(descriptor.block_type.shape) == 5:
@@ -111,7 +111,7 @@ def pass_baton(build, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def hand_back(step, num_tiles, barriers, build, CONSUMER: gl.constexpr):
-    """Let go of the next key tiles, which only other rows of the program see. Returns the step after them."""
+    """Release the next key tiles unread: only other rows of the program see them. Returns the step after them."""
     for _ in range(num_tiles):
         stage, phase = slot(step, build.STAGES)
         mbarrier.wait(barriers.k_full.index(stage), phase)

@@ -13,7 +13,7 @@ from ..portable.tiles import end_key, end_window_key, first_window_key, section_
 
 @record
 class Sizes:
-    """What every role must know of a call."""
+    """The sizes of a call, which every role reads."""
 
     num_heads: gl.tensor  # Hq
     group_size: gl.tensor  # Hq // Hkv
@@ -25,13 +25,13 @@ class Sizes:
 
 @record
 class Document:
-    """Packed documents, and what a program's turn owns of them, beyond `Sizes`; None in its place where nothing is
+    """Packed documents and the tile of a program's turn, beyond `Sizes`. None is passed instead where nothing is
     packed."""
 
     tiles: gl.tensor  # pointer to the list of `_document_tiles_kernel`
     count: gl.tensor  # of its tiles
     q_tokens: gl.tensor  # of all documents
-    tile: gl.tensor  # of queries, inside the turn's document
+    tile: gl.tensor  # the turn's query tile, inside its document
     batch_head: gl.tensor
     q_row0: gl.tensor  # the document's first packed query
     k_row0: gl.tensor
@@ -40,8 +40,8 @@ class Document:
 
 @gluon.jit
 def document_turn(turn, sizes, packed):
-    """(the document of this program's turn, its sizes). Every second section is taken from its shortest tile on, so
-    that all programs have the same share of long ones, however many a section has."""
+    """(the document of this program's turn, its sizes). Every second section goes from its shortest tile to its
+    longest, so that all programs get the same share of long tiles, however many a section has."""
     ordinal = turn * gl.num_programs(0) + gl.program_id(0)
     number, batch_head = section_tile(ordinal, packed.count, sizes.num_batch_heads, sizes.heads_per_section, False)
     section = batch_head // sizes.heads_per_section
@@ -60,8 +60,8 @@ def document_turn(turn, sizes, packed):
 
 @gluon.jit
 def turn_tile(turn, num_tiles, sizes, document, build):
-    """The (query tile, batch * head) of this program's turn. Of packed documents `document_turn` has found
-    it."""
+    """The (query tile, batch * head) of this program's turn. With packed documents `document_turn` has already
+    found it."""
     if document is not None:
         return document.tile, document.batch_head
     elif build.PAIRED:
@@ -73,8 +73,8 @@ def turn_tile(turn, num_tiles, sizes, document, build):
 
 @gluon.jit
 def _paired_tile(turn, num_tiles):
-    """Head after head; a program takes two tiles of one at a time, the longest that is left and the shortest, so that
-    all pairs are equally long. Of an odd number of tiles the middle one makes a pair with that of the next head."""
+    """Heads come one after the other. A program gets two tiles of a head at a time, the longest and the shortest that
+    are left, so that all pairs are equally long. The middle one of an odd number is paired with the next head's."""
     index = ((turn // 2) * gl.num_programs(0) + gl.program_id(0)) * 2 + turn % 2
     head = index // num_tiles
     rank = index - head * num_tiles
@@ -85,7 +85,7 @@ def _paired_tile(turn, num_tiles):
 
 @gluon.jit
 def num_turns(num_tiles, sizes, document, build):
-    """How many tiles this program takes, of num_tiles for each head."""
+    """How many tiles this program works on, of num_tiles for each head."""
     if document is not None:
         total = document.count * sizes.num_batch_heads
         return (total - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
@@ -128,8 +128,8 @@ def lse_row(lse_ptr, batch_head, num_q, document):
 
 @gluon.jit
 def tile_rows(tile, num_tiles, num_q, CONSUMERS: gl.constexpr):
-    """Rows (first, end) of a query tile. Where 64 * CONSUMERS does not divide Nq it is the first tile that is smaller,
-    its row negative: under the causal mask the first sees the fewest keys."""
+    """Rows (first, end) of a query tile. Where 64 * CONSUMERS does not divide Nq the first tile is the smaller one, and
+    its first row is negative: under the causal mask the first tile sees the fewest keys."""
     end = (tile - num_tiles) * (64 * CONSUMERS) + (num_q + 63) // 64 * 64 + 64 * CONSUMERS
     return end - 64 * CONSUMERS, end
 

@@ -40,14 +40,14 @@ def hide(scores, row, key, mask, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def logits(scores, scale_log2, softcap):
-    """Times `log2_factor` these are the scaled scores in base 2.
+    """Return logits that, times `log2_factor`, are the scaled scores in base 2.
 
-    With a soft-cap they are tanh(x / softcap) / 2, from an exp2 and a reciprocal for a score. tanh.approx would be one
-    instruction, but its error of 2^-11 is softcap * 2^-11 in a score and in LSE.
+    With a soft-cap they are tanh(x / softcap) / 2, from one exp2 and one reciprocal per score. tanh.approx would be one
+    instruction, but its error of 2^-11 becomes softcap * 2^-11 in a score and in LSE.
     """
     if softcap is not None:
         y = scores * (2.0 * scale_log2 / softcap)
-        reciprocal = gl.inline_asm_elementwise(  # a quotient would cost the scaling of its operands
+        reciprocal = gl.inline_asm_elementwise(  # a division would also scale its operands
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(y)], dtype=gl.float32, is_pure=True, pack=1
         )
         return half_tanh(y, reciprocal)
@@ -57,7 +57,7 @@ def logits(scores, scale_log2, softcap):
 
 @gluon.jit
 def slope_at(slopes, document, batch_head, num_heads, factor):
-    """A head's ALiBi slope in the unit of `logits`, of which `factor` makes exponents of 2; 0 without slopes."""
+    """A head's ALiBi slope in the unit of `logits`, which `factor` turns into exponents of 2; 0 without slopes."""
     if slopes is not None:
         if document is not None:
             batch_head += document.number * num_heads
@@ -68,7 +68,7 @@ def slope_at(slopes, document, batch_head, num_heads, factor):
 
 @gluon.jit
 def biased(scores, slope, row, column, COLUMNS: gl.constexpr):
-    """ALiBi: slope * |row - column| less, by the numbers of the first of both; a column's is told as in `hide`."""
+    """Subtract ALiBi's slope * |row - column|. row, column: the first of the tile; columns are split as in `hide`."""
     blocks = gl.reshape(scores, [64, COLUMNS // 8, 8])
     layout: gl.constexpr = blocks.type.layout
     block = 8 * gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -80,7 +80,7 @@ def biased(scores, slope, row, column, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def log2_factor(scale_log2, softcap):
-    """What makes `logits`, and their maximum, exponents of 2."""
+    """Return the factor that turns `logits`, and their maximum, into exponents of 2."""
     if softcap is not None:
         return softcap * (2.0 * LOG2_E)
     else:
@@ -97,7 +97,7 @@ def thread_sums(probs, BLOCK_K: gl.constexpr):
 def row_max(scores, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
     """The maximum of each row of scores (64, BLOCK_K).
 
-    A thread has 32 values of a row. One after the other, each maximum waits for the one before: 400 cycles in which
+    A thread has 32 values of a row. In one sequence, each maximum waits for the one before: 400 cycles in which
     the warp does nothing else. Three consumers gain 4 % when eight sequences overlap; two lose, up to 6 % (measured).
     """
     if CONSUMERS == 3:
@@ -111,7 +111,7 @@ def row_max(scores, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, s_layout: gl
 def pack(probs, dtype: gl.constexpr, BLOCK_K: gl.constexpr):
     """Round pairs of neighbouring columns into one int32: (64, BLOCK_K) fp32 -> (64, BLOCK_K / 2).
 
-    Carried around the loop as 16-bit values, P costs a move for every register twice an iteration.
+    Carried around the loop as 16-bit values, P would cost two moves for every register in each iteration.
     """
     even, odd = gl.split(gl.reshape(probs, [64, BLOCK_K // 2, 2]))
     if dtype == gl.bfloat16:
@@ -126,7 +126,7 @@ def pack(probs, dtype: gl.constexpr, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.constexpr):
-    """The (64, BLOCK_K) left operand of P V from `pack`'s integers: no instruction, only names."""
+    """The (64, BLOCK_K) left operand of P V from `pack`'s integers: registers are renamed, at no instruction."""
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -136,20 +136,20 @@ def unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.cons
 
 @gluon.jit
 def add_p_v(probs, v_tile, acc, BLOCK_K: gl.constexpr):
-    """acc + P V: started, to be waited for."""
+    """Issue acc + P V asynchronously. The caller waits for it."""
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     return warpgroup_mma(unpack(probs, v_tile.dtype, BLOCK_K, p_layout), v_tile, acc, is_async=True)
 
 
 @gluon.jit
 def halves(x):
-    """The left and the right half of x's columns: no instruction, only names."""
+    """The left and the right half of x's columns: registers are renamed, at no instruction."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @gluon.jit
 def whole(left, right, like):
-    """What `halves` took apart of `like`."""
+    """Join what `halves` split, in the shape and layout of `like`."""
     return gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), like.shape), like.type.layout)
 
 
@@ -161,7 +161,7 @@ def softmax_step(
     """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc.
 
     At a query tile's FIRST key tile nothing is added, and maximum and sum begin. Step s has the keys from
-    from_step_0 - s * BLOCK_K on, of a block mask the visit from_step_0 - s; the query tile ends with step end - 1.
+    from_step_0 - s * BLOCK_K on, or of a block mask visit from_step_0 - s. The query tile ends with step end - 1.
     """
     barriers = call.barriers
     tiles = call.tiles
@@ -178,7 +178,7 @@ def softmax_step(
         mbarrier.wait(barriers.v_full.index(last_stage), last_phase)
         acc = add_p_v(probs, tiles.v.index(last_stage), acc, build.BLOCK_K)
     pass_baton(build, CONSUMER)
-    if hidden_by_bits:  # on their way while the product runs
+    if hidden_by_bits:  # loaded while the product runs
         words = pattern_words(row, stage, call.masked, s_layout)
     scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
     mbarrier.arrive(barriers.k_empty.index(stage), count=1)
@@ -209,10 +209,10 @@ def softmax_step(
         return acc, pack(p, tiles.v.dtype, build.BLOCK_K), new_max, running_sum
     else:
         rescale = gl.exp2(running_max * factor - base_log2)
-        # The wait for the next keys, which have long arrived, ends a basic block, and ptxas moves no exponential over
-        # it: so a quarter of them run beside P V, the others beside the rescaling of O and the packing of P. All before
-        # the wait for P V are more than three consumers' registers hold, and none leaves P V alone. But where bits hide
-        # scores, none is faster by a tenth (NOTES.md).
+        # The wait for the next keys, which arrived long ago, ends a basic block, and ptxas moves no exponential across
+        # it. So a quarter of the exponentials run beside P V, the others beside the rescaling of O and the packing of
+        # P. All of them before the wait for P V would need more registers than three consumers have, and with none P V
+        # would run alone. But where bits hide scores, none is faster by a tenth (NOTES.md).
         if not hidden_by_bits:
             left, right = halves(exponents)
             first, second = halves(left)

@@ -1,7 +1,7 @@
-"""The Hopper building blocks by one set of names: TMA copies, barriers, turns.
+"""The Hopper building blocks under one set of names: TMA copies, barriers, turns.
 
-Gluon renames its TMA functions between Triton releases, and what it has no word for is written in PTX. Both facts end
-in this file; it is written for and checked with triton 3.6.
+Gluon renames its TMA functions between Triton releases, and what it lacks is written in PTX. Both are confined to this
+file, which is written for and checked with triton 3.6.
 """
 
 import torch
@@ -18,8 +18,8 @@ from .. import launch
 load = tma.async_copy_global_to_shared  # (descriptor, coordinates, mbarrier, shared tile)
 store = tma.async_copy_shared_to_global  # (descriptor, coordinates, shared tile)
 store_wait = tma.store_wait  # until all but n stores of this thread have READ their shared tile
-let_next_begin = gdc_launch_dependents  # if launched so (launch_pdl): where no program of this one is still to come
-wait_for_previous = gdc_wait  # until the kernel before has ended, where this one was launched sooner (launch_pdl)
+let_next_begin = gdc_launch_dependents  # lets the next kernel start (launch_pdl) once all programs have called it
+wait_for_previous = gdc_wait  # until the kernel before has ended, where this one started sooner (launch_pdl)
 
 
 @gluon.jit
@@ -42,8 +42,8 @@ def _barrier_asm(instruction, threads):
 def named_barrier(INSTRUCTION: gl.constexpr, identifier, THREADS: gl.constexpr, WARPS: gl.constexpr = 4):
     """`bar.sync` or `bar.arrive` on a hardware barrier of THREADS threads, by all of a partition of WARPS warps.
 
-    What a thread did before it arrived is seen by those that the barrier lets go on. Triton takes identifiers from 0
-    up for its own barriers; 9 to 15 are free in our kernels.
+    What a thread wrote before it arrived is visible to the threads that the barrier releases. Triton uses identifiers
+    from 0 up for its own barriers; 9 to 15 are free in our kernels.
     """
     lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     identifiers = gl.full([32 * WARPS], identifier, gl.int32, lane_layout)
@@ -63,9 +63,9 @@ def _by_warps(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, address, value, WARP
 
 @gluon.jit
 def wait_turn(address, turn):
-    """Wait until the int32 at `address` is `turn`; what was written and added before it was set is then seen.
+    """Wait until the int32 at `address` is `turn`. What was written and added before it was set is then visible.
 
-    By a partition of one warp, and, through a barrier, by those that it lets go on.
+    Called by a partition of one warp. It is visible to the threads, too, that this warp then releases by a barrier.
     """
     _by_warps(
         """{
@@ -83,8 +83,8 @@ def wait_turn(address, turn):
 
 @gluon.jit
 def wait_count(address, count):
-    """Wait until the int32 at `address` is `count` or more or, as that was told before, 0 again; as `wait_turn` does,
-    by a partition of four warps."""
+    """Wait until the int32 at `address` is at least `count`, or 0 because it was reset after that. Otherwise as
+    `wait_turn`, but called by a partition of four warps."""
     _by_warps(
         """{
         .reg .pred waits;
@@ -102,7 +102,8 @@ def wait_count(address, count):
 
 @gluon.jit
 def pass_turn(address):
-    """Add 1 to the int32 at `address`, behind all adds that this warp made or met at a barrier. By one warp."""
+    """Add 1 to the int32 at `address`, after all adds by this warp and by the threads it met at a barrier. Called by
+    one warp."""
     _by_warps(
         """{
         .reg .pred first;
@@ -119,19 +120,20 @@ def pass_turn(address):
 
 @gluon.jit
 def fence_async_global():
-    """What this warp has stored to global memory is seen by copies that it sends for from here on. By one warp."""
+    """Make this warp's stores to global memory visible to the TMA copies that it issues next. Called by one warp."""
     _by_warps("fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
 
 
 @gluon.jit
 def gather(pointers, keep, shared):
-    """Begin to copy elements by pointer, zeros in place of those not kept, without a register for each."""
+    """Start an asynchronous copy of elements by pointer, zeros where not kept. It takes no register per element."""
     async_copy.async_copy_global_to_shared(shared, pointers, mask=keep)
 
 
 @gluon.jit
 def gathered():
-    """What this warp began to gather has come, and is there for products of those whom it tells. By one warp."""
+    """Wait for this warp's gathers, and make them visible to products in the roles that it then signals. Called by one
+    warp."""
     async_copy.commit_group()
     async_copy.wait_group(0)
     _by_warps("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
@@ -139,7 +141,7 @@ def gathered():
 
 @gluon.jit
 def tell_gathered(barrier):
-    """Let the mbarrier's phase, in which somebody has yet to arrive, end only when what this warp gathers has come."""
+    """Let the mbarrier's phase, in which another arrival is still due, end only when this warp's gathers are done."""
     async_copy.mbarrier_arrive(barrier)
 
 
@@ -153,7 +155,7 @@ _GLUON_DTYPE = {
 
 
 def tile_width(head_dim: int) -> int:
-    """Columns of the tiles that hold head_dim of them: those beyond read as 0 and are not written."""
+    """Return the columns of a tile for this head_dim. Those past head_dim read as 0 and are not written."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
@@ -172,7 +174,7 @@ def packed_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 
 def _with_layout(plain) -> TensorDescriptor:
-    """Gluon's descriptor, which also knows how a tile lies in shared memory."""
+    """Return Gluon's descriptor, which also holds a tile's layout in shared memory."""
     made = object.__new__(TensorDescriptor)
     vars(made).update(vars(plain))
     made.layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, _GLUON_DTYPE[plain.base.dtype])

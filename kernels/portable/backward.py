@@ -1,7 +1,7 @@
 """Backward pass of the portable engine: the launcher.
 
-dK with dV, and dQ, are kernels apart. Each recomputes S and dP, seven products in place of five; in exchange
-every gradient has one owner: no atomics, the same bits each time.
+dK with dV, and dQ, have separate kernels. Each recomputes S and dP, which makes seven products instead of five;
+in exchange every gradient has one owner: no atomics, the same bits each time.
 """
 
 import math
@@ -59,7 +59,7 @@ def launch_flash_bwd(
     do, q, k, v, o = kernel_inputs(do, q, k, v, o)
     dq, dk, dv = tokens_first(q, q.shape[3]), tokens_first(k, k.shape[3]), tokens_first(v, v.shape[3])
     if q.numel() == 0 or k.numel() == 0:
-        # all that a row sees is its sink, so LSE is the sink, where that is a number
+        # a row sees only its sink, so LSE is the sink, where that is above -inf
         dsinks = lse.new_zeros(0 if options.sinks is None else num_heads)
         if options.sinks is not None and dlse is not None:
             seen = options.sinks.to(torch.float32) > -math.inf

@@ -1,4 +1,4 @@
-"""Where a row's keys and values lie in a cache, contiguous or in pages, and how new ones get there."""
+"""Where a row's keys and values lie in a cache, contiguous or in pages, and how new ones are written."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ class Cached:
 
 @triton.jit
 def key_pointers(tensor, strides, first, end, cache, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Where the keys first .. first + COUNT lie, of which those from `end` on may not be read or written.
+    """Return pointers to the keys first .. first + COUNT. Those from `end` on may not be read or written.
 
     TILE: `first` is a multiple of COUNT.
     """
@@ -47,7 +47,7 @@ def key_pointers(tensor, strides, first, end, cache, COUNT: tl.constexpr, TILE: 
 
 @triton.jit
 def kept_keys(inside, cache):
-    """The mask of a tile of keys: no padded column either."""
+    """Return the mask of a tile of keys, which excludes padded columns too."""
     if cache.HEAD_DIM == cache.BLOCK_D:
         return inside[:, None]
     else:
@@ -56,7 +56,7 @@ def kept_keys(inside, cache):
 
 @triton.jit
 def bad_pages(begin, end, num_pages, cache, MOST: tl.constexpr):
-    """Whether a page of the keys begin .. end, at most MOST pages, is none of the pool's."""
+    """Whether any page of the keys begin .. end, at most MOST pages, is not in the pool."""
     first, last = (cache.pad + begin) // cache.PAGE, (cache.pad + end - 1) // cache.PAGE
     numbers = first + tl.arange(0, MOST)
     page = tl.load(cache.pages + numbers, mask=(numbers <= last) & (begin < end), other=0)
@@ -65,19 +65,19 @@ def bad_pages(begin, end, num_pages, cache, MOST: tl.constexpr):
 
 @triton.constexpr_function
 def _largest(stored):
-    """The largest number of a dtype of 8 bits that tokens are scaled to."""
+    """Return the largest magnitude that tokens are scaled to in an 8-bit dtype."""
     return 127.0 if stored == tl.int8 else 448.0
 
 
 @triton.jit
 def factor_of(largest, stored: tl.constexpr):
-    """The scale of a token whose largest magnitude this is."""
+    """Return the scale of a token whose largest magnitude is `largest`."""
     return tl.maximum(tl.math.div_rn(largest, _largest(stored)), 2.0**-60)
 
 
 @triton.jit
 def rounded(values, factor, stored: tl.constexpr):
-    """values / factor, both fp32 and of one shape, to the nearest numbers of a dtype of 8 bits."""
+    """Return values / factor, both fp32 and of one shape, rounded to the nearest numbers of an 8-bit dtype."""
     limit: tl.constexpr = _largest(stored)
     values = tl.math.div_rn(values, factor)
     values = tl.minimum(tl.maximum(values, -limit), limit)

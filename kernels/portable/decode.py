@@ -1,12 +1,12 @@
 """Attention of a few new queries over a cache of keys and values: one Triton kernel, one launch, and its launcher.
 
-The keys of a row are cut into tiles of BLOCK_K keys, SPAN tiles in a row make a span, equally many spans one of at most
-GROUPS groups. A row's result is the fold of its groups' results, each the fold of its spans', each the fold of its
-tiles', from the first to the last: its bits follow from its own keys alone. Who computes which tile does not. Where the
-batch has few spans a program takes one tile, elsewhere one span. What is not folded in registers is folded from memory
-by the program that arrives last, in the same order and by the same instructions. Products and sums are therefore never
-contracted to fused multiply-adds (`enable_fp_fusion`): a value would be rounded otherwise where it comes from a
-register than where it comes from memory.
+The keys of a row are cut into tiles of BLOCK_K keys. SPAN consecutive tiles make a span, and equally many spans make
+each of at most GROUPS groups. A row's result is the fold of its groups' results, each the fold of its spans', each the
+fold of its tiles', from first to last, so its bits depend on its own keys alone. Which program computes which tile
+depends on the batch: a work item is one tile where the batch has few spans, else one span. Results that are not folded
+in registers are folded from memory by the last program to arrive, in the same order and by the same instructions. For
+this, products and sums are never contracted to fused multiply-adds (`enable_fp_fusion`): a value from a register would
+be rounded differently from one that went through memory.
 """
 
 from functools import partial
@@ -43,10 +43,10 @@ def _attend(
     q_tile, q_odd, query, start, num_keys, k, v, k_scale, v_scale, cache, scoring, BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr, WORDS: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: (sum of p V, its odd columns, maximum of the logits, sum of p), nothing of other tiles in it.
+    """Attend to one tile of keys by itself. Returns (sum of p V, its odd columns, maximum of the logits, sum of p).
 
-    WORDS: a word of k and v is two columns of STORED, 8 bits. What is (..., D) then has the even columns, and the odd
-    ones are beside it, which are read nowhere else.
+    WORDS: a word of k and v is two columns of STORED, 8 bits each. A (..., D) tensor then holds the even columns, and a
+    second tensor holds the odd ones. Without WORDS the second tensor is unused.
     """
     keys = start + tl.arange(0, BLOCK_K)
     inside = keys < num_keys
@@ -54,7 +54,7 @@ def _attend(
     columns = tl.arange(0, cache.BLOCK_D)
     k_rows = key_pointers(k, cache.strides, start, num_keys, cache, BLOCK_K, True)
     v_rows = key_pointers(v, cache.strides, start, num_keys, cache, BLOCK_K, True)
-    # what is not a key reads as 0: 0 * NaN is NaN
+    # slots past the last key read as 0, because 0 * NaN is NaN
     k_tile = tl.load(k_rows[:, None] + columns[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
     v_tile = tl.load(v_rows[:, None] + columns[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
     if WORDS:
@@ -90,7 +90,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def flash_decode_kernel(
-    # inputs; k_cache, v_cache and, with a scale a token, the scales are written where APPEND
+    # inputs; k_cache, v_cache and, with one scale per token, the scales are written where APPEND
     q,  # (B, Hq, Nq, D) fp16 | bf16 | fp32
     k_cache,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D): q's dtype, int8 or e4m3
     v_cache,
@@ -104,10 +104,10 @@ def flash_decode_kernel(
     # outputs
     o,  # (B, Nq, Hq, D), q's dtype, contiguous
     lse,  # (B, Hq, Nq) fp32, contiguous, natural logarithm
-    # memory of the launch
+    # scratch memory of the launch
     sums,  # (slots, slot_rows, BLOCK_D) fp32
     maxima,  # (slots, 2, BLOCK_M) fp32
-    workspace,  # int32: fault, ticket, turns of spans, turns of rows; all but the first are 0 before and after
+    workspace,  # int32: fault, ticket, arrival counters of spans, of rows; all but the fault are 0 before and after
     # layout, in units of UNIT elements (of CACHE_UNIT those of the cache); the last stride is 1
     q_batch, q_head, q_token,
     cache_row, cache_head, cache_slot,
@@ -122,7 +122,7 @@ def flash_decode_kernel(
     capacity,  # S, or PAGE times the width of the block table
     num_pages,
     slot_rows,  # min(BLOCK_M, Nq * Hq // Hkv)
-    coarse_from,  # from so many spans on a program takes spans; their parts are at most SPAN times as many
+    coarse_from,  # from this many spans on an item is a span; fewer spans have at most SPAN times as many parts
     window_left,  # NEVER without a window
     window_right,  # read only where LOCAL
     scale_log2,  # scale * log2(e), positive
@@ -135,18 +135,19 @@ def flash_decode_kernel(
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,  # of a row's spans, at most
     PAGE: tl.constexpr,  # 0: contiguous
-    SCALES: tl.constexpr,  # 0: none, 1: a head, 2: a token and head
+    SCALES: tl.constexpr,  # 0: none, 1: per head, 2: per token and head
     UNIT: tl.constexpr,
     CACHE_UNIT: tl.constexpr,
-    WORDS: tl.constexpr,  # of 8 bits two columns are read as a word
+    WORDS: tl.constexpr,  # two columns of 8 bits are read as one word
     APPEND: tl.constexpr,
     CAUSAL: tl.constexpr,
     LOCAL: tl.constexpr,  # a window (left, right) in place of CAUSAL
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs take items, a tile or a span of keys for BLOCK_M rows of one KV head, until none is left.
+    """Each program computes work items, a tile or a span of keys for BLOCK_M rows of one KV head, until none is left.
 
-    Grid:     any number of programs; item i goes to program i, later ones by ticket. No program waits for another.
+    Grid:     any number of programs; item i goes to program i, later spans by ticket and later tiles in turn. No
+              program waits for another.
     Math:     O = softmax(scale * Q K^T + mask) V over the keys of each row, the new ones included.
     Numerics: scores, maxima, sums and accumulators fp32; P rounded to q's dtype before P V.
     Needs:    head dimensions 16 to 256, scale > 0, at least one row; the launcher sees to it.
@@ -158,7 +159,7 @@ def flash_decode_kernel(
     batch = Batch(seqlens, pads, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, QUAD, SPAN, APPEND, padded)
     group = num_heads // num_kv_heads
     row_blocks = tl.cdiv(group * num_q, BLOCK_M)
-    width = num_kv_heads * row_blocks  # items of a tile, or of a span
+    width = num_kv_heads * row_blocks  # items per tile, or per span, of keys
     size, num_items = cut(width, coarse_from, batch)
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK_D)
@@ -250,7 +251,7 @@ def flash_decode_kernel(
 
         if (num_items > programs) & (size == SPAN):  # spans take long, and not all equally
             drawn = tl.atomic_add(workspace + 1, 1, sem="relaxed")
-            if drawn == num_items - 1:  # the last ticket: one for each item past the first ones, one a program for none
+            if drawn == num_items - 1:  # the last ticket: one per item past the first ones, one per program for none
                 tl.store(workspace + 1, 0)
             item = programs + drawn
         else:
@@ -282,7 +283,7 @@ def launch_flash_decode(
 def repeated_decode(
     call: Call, options: Options, plan: Plan, tile: DecodeTile | None = None, **numbers: tuple
 ) -> Repeated | None:
-    """A launched call once more, for other q, k_cache, v_cache and o; None where its plan has no replays."""
+    """Return a launched call to repeat with other q, k_cache, v_cache and o; None where its plan has no replays."""
     if not plan.replays or call.q.stride(3) != 1:
         return None
     _, tensors, cache = given_tensors(call, options, tile)
@@ -290,7 +291,7 @@ def repeated_decode(
 
 
 def given_tensors(call: Call, options: Options, tile: DecodeTile | None) -> tuple[DecodeTile, dict, dict[str, int]]:
-    """A call's tile, its tensors with O, LSE and the launch's memory, and the numbers that `_of_cache` gives."""
+    """Return a call's tile, its tensors with O, LSE and the scratch memory, and the numbers of `_of_cache`."""
     q = call.q
     paged = call.block_table is not None
     block_m = decode_rows(q.shape, call.k_cache.shape[1])[1]
@@ -300,7 +301,7 @@ def given_tensors(call: Call, options: Options, tile: DecodeTile | None) -> tupl
     if call.k_new is not None and (call.k_new.stride() != call.v_new.stride() or call.k_new.stride(3) != 1):
         tensors |= {"k_new": call.k_new.contiguous(), "v_new": call.v_new.contiguous()}
     read = ["cache_seqlens", "cache_leftpad", "block_table", "alibi_slopes", "sinks"]
-    if call.k_scale is not None and call.k_scale.dim() == 1:  # those of tokens are written, and have strides
+    if call.k_scale is not None and call.k_scale.dim() == 1:  # scales per token are written, and have strides
         read += ["k_scale", "v_scale"]
     for name in read:
         if tensors[name] is not None:
@@ -316,7 +317,7 @@ def given_tensors(call: Call, options: Options, tile: DecodeTile | None) -> tupl
 
 
 def _of_cache(k_cache: Tensor, pages_of_row: int) -> dict[str, int]:
-    """Arguments in which the launches for a cache and for a longer one differ."""
+    """Return the arguments that differ between the launches for a cache and for a longer one."""
     row, head, slot, _ = k_cache.stride()
     unit = _unit(k_cache)
     row, head, slot = row // unit, head // unit, slot // unit
@@ -329,7 +330,7 @@ def decode_launches(options: Options, tile: DecodeTile, cache: dict[str, int], *
     table = given["block_table"]
     unit, cache_unit = _unit(q, k_new, given["v_new"]), _unit(k_cache)
     programs, coarse_from = cut_for(q.device, tile)
-    # a product then runs over half of the columns, and over no fewer than 16
+    # each product then runs over half of the columns, which must be at least 16
     words = k_cache.element_size() == 1 and q.element_size() == 2 and head_dim > 16 and head_dim % 2 == 0
     words &= cache_unit > 1 and all(given[name].data_ptr() % 16 == 0 for name in ("k_cache", "v_cache"))
     scales = 0 if k_scale is None else 1 if k_scale.dim() == 1 else 2
@@ -364,8 +365,9 @@ _ORDER = (
 
 
 def _unit(*tensors: Tensor | None) -> int:
-    """The elements of 16 bytes where all strides are multiples of that, so that the compiler, to which no stride is a
-    constant, loads by 16 bytes; else 1. 1 also where a stride has more than 31 bits: its quotient would pass for 32."""
+    """Return the elements in 16 bytes where all strides are multiples of that, else 1. Strides are passed in this unit,
+    so that the compiler, which knows no stride, loads 16 bytes at a time. Also 1 where a stride has more than 31 bits:
+    its quotient would be passed as a 32-bit integer."""
     unit, together = 16 // tensors[0].itemsize, 0
     for x in tensors:
         if x is not None:

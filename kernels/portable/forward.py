@@ -47,7 +47,7 @@ def _softmax_step(
     q_tile, q_start, k_rows, v_rows, k_start, scoring, acc, running_max, running_sum,
     MASKED: tl.constexpr, RAGGED: tl.constexpr, bits=None,
 ):  # fmt: skip
-    """Take in one tile of keys: online softmax in base 2, everything but the dots' operands in fp32.
+    """Add one tile of keys: online softmax in base 2, everything but the dots' operands in fp32.
 
     MASKED by the call's mask, or by `bits` of a block mask.
     """
@@ -124,8 +124,8 @@ def flash_fwd_kernel(
 
     Grid:     tiles of queries * B * Hq programs, heaviest causal tiles first (`owned_tile`).
     Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then those
-              that do (the diagonal, a window's edges, the ragged tail). Of a block mask the blocks of its list
-              in the same order; BLOCK_Q and BLOCK_K then divide its 128.
+              that do (the diagonal, a window's edges, the ragged tail). A block mask's list of blocks has the
+              same order; BLOCK_Q and BLOCK_K then divide its 128.
     Numerics: scores, running max, running sum and accumulator fp32; P rounded to V's dtype before P V.
     Needs:    head dimensions 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 1.

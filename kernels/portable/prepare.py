@@ -1,4 +1,4 @@
-"""What both engines launch before their main kernels: a packing that is right, and the backward's rows."""
+"""What both engines launch before their main kernels: valid document bounds, and the backward's LSE and delta."""
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from .tiles import (
 )
 
 DELTA_ROWS = 64  # memory-bound: any tile that fills the loads' vectors will do
-_DOCUMENTS = 1024  # looked at together
+_DOCUMENTS = 1024  # read at a time
 
 
 @triton.jit
@@ -38,11 +38,11 @@ def _documents_kernel(
     k_tokens,
     BLOCK: tl.constexpr,
 ):
-    """Copy cu_seqlens as the nearest packing that is right: begin at 0, never fall, end at the number of tokens.
+    """Copy cu_seqlens as the nearest valid packing: it begins at 0, never falls, and ends at the number of tokens.
 
     Grid:  2 programs, queries and keys.
-    Needs: nothing of the values. The kernels that read the copy can then address no memory outside their tensors,
-           whatever was written to cu_seqlens since the host read them.
+    Needs: nothing; the values may be anything. The kernels that read the copy can then address no memory outside their
+           tensors, whatever was written to cu_seqlens since the host read them.
     """
     if tl.program_id(0) == 0:
         given = cu_seqlens_q
@@ -93,9 +93,9 @@ def _document_tiles_kernel(
     other_tokens,
     BLOCK: tl.constexpr,
 ):
-    """List the tiles of BLOCK packed tokens by `longest_first`: a row holds the tile's number inside its document, that
-    document's first token and their number, its first one of the others and their number, and the document. The row
-    before the first holds how many there are.
+    """List the tiles of BLOCK packed tokens by `longest_first`. A row holds the tile's number inside its document, the
+    document's first token and length, its first token and length among the others (keys for queries, or the reverse),
+    and the document. The row before the first holds the number of tiles.
 
     Grid: as many programs as there can be tiles.
     """
@@ -118,7 +118,7 @@ def _document_tiles_kernel(
 
 
 def document_tiles(x: Tensor, block: int, starts: Tensor) -> Tensor:
-    """Memory for `document_tiles_launch`."""
+    """Allocate the list that `document_tiles_launch` fills."""
     return x.new_empty(1 + grid_tiles(x.shape[2], block, starts)[1], 8, dtype=torch.int32)
 
 
@@ -133,7 +133,7 @@ def document_tiles_launch(
 
 @triton.jit
 def in_sixteen_bytes(strides):
-    """The same strides, visibly multiples of 16 bytes: without it a D of 40 or 72 is loaded element by element."""
+    """The same strides as visible multiples of 16 bytes: otherwise a D of 40 or 72 is loaded element by element."""
     return strides[0] // 8 * 8, strides[1] // 8 * 8, strides[2] // 8 * 8
 
 
@@ -148,7 +148,7 @@ def _delta_kernel(
     # outputs, (B, Hq, q_tokens_padded) fp32
     lse_log2_ptr,
     delta_ptr,
-    turns_ptr,  # (B * Hq * q_tokens_padded / BLOCK_Q + 1,) int32 that becomes 0: Hopper's; or None
+    turns_ptr,  # (B * Hq * q_tokens_padded / BLOCK_Q + 1,) int32, set to 0, for Hopper; or None
     # layout and sizes
     o_strides,  # (batch, head, token), elements; the last stride is 1
     do_strides,
@@ -166,7 +166,7 @@ def _delta_kernel(
     Math:     delta = rowsum(dO * O) - dLSE (dLSE/dS = P, so LSE's gradient only shifts delta); LSE in base 2.
     Numerics: fp32. Rows without a visible key (LSE -inf) and padding rows get LSE +inf: exp2(s - inf) = 0
               then makes their P and their gradients 0 with no mask in the main loops. Their delta is 0, too: dLSE
-              may be no number there, and 0 * NaN is NaN.
+              may not be finite there, and 0 * NaN is NaN.
     """
     program = tl.program_id(0)
     tiles = q_tokens_padded // BLOCK_Q
@@ -219,8 +219,8 @@ def delta_launch(
     turns: Tensor | None = None,
     **others: Tensor,
 ) -> Launch:
-    """The launch that fills lse_log2 and delta (B * Hq, padded rows), and sets turns to 0. With turns, o and do are as
-    TMA needs them, and the next kernel may begin meanwhile (launch_pdl)."""
+    """The launch that fills lse_log2 and delta (B * Hq, padded rows), and sets turns to 0. With turns, o and do must be
+    addressable by TMA, and the next kernel may start meanwhile (launch_pdl)."""
     batch, num_heads, num_q, head_dim_v = o.shape
     padded_rows = lse_log2.shape[-1]
     arguments = (

@@ -1,18 +1,18 @@
 """Values with named parts for kernels: tensors, tuples and compile-time constants under one name.
 
-`triton.language.core._aggregate` is Triton 3.6's private name for this; a tuple would do, but its constants become
-tensors when it is given a name.
+`triton.language.core._aggregate` is Triton 3.6's private name for this. A tuple would do, but its constants become
+tensors when it is assigned to a name.
 """
 
 from triton.language.core import _aggregate
 
 
 def record(cls: type) -> type:
-    """Make of a class with annotated fields a value that Triton and Gluon kernels, and their interpreters, can make and
-    pass on: `Name(...)` takes the fields in their order.
+    """Turn a class with annotated fields into a value that Triton and Gluon kernels, and their interpreters, can create
+    and pass: `Name(...)` has the fields as arguments, in their order.
 
-    Triton's cache on disk knows the kernels' source, not the order of the fields here: who changes it changes a line of
-    the kernels too, or clears the cache.
+    Triton's cache on disk is keyed by the kernels' source, not by the order of the fields here. After a change of the
+    order, change a line of the kernels too, or clear the cache.
     """
     names = tuple(cls.__annotations__)
 

@@ -15,7 +15,7 @@ PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
 @record
 class Scoring:
-    """What makes probabilities of the raw scores of one query head."""
+    """What turns the raw scores of one query head into probabilities."""
 
     mask: Mask
     scale_log2: tl.tensor  # scale * log2(e), positive
@@ -30,8 +30,9 @@ class Scoring:
 def half_tanh(y, reciprocal):
     """tanh(x) / 2 to a few float32 ulp, from y = 2 x log2(e) and reciprocal = 1 / (1 + 2^y).
 
-    1/2 - reciprocal is as near but for small x: there its absolute error of 2^-25 is much of the result, and a soft-cap
-    multiplies it. An odd polynomial takes its place: the best of three terms for x^2 < 0.05, within 2e-7 of itself.
+    1/2 - reciprocal is as accurate except for small x: there its absolute error of 2^-25 is large beside the result,
+    and a soft-cap multiplies it. An odd polynomial takes its place: the best of three terms for x^2 < 0.05, with a
+    relative error of 2e-7.
     """
     square = y * y
     polynomial = y * (0.17328676 + square * (-0.0069365963 + square * 0.00032382685))
@@ -92,5 +93,5 @@ def kept(q_start, in_q, k_start, in_k, scoring):
     drawn = tl.philox(seed, k_start + (in_k - (in_k & 8)), q_start + (in_q - (in_q & 8)), head, document, PHILOX_ROUNDS)
     first_q, first_k = (in_q & 8) == 0, (in_k & 8) == 0
     bits = tl.where(first_q, tl.where(first_k, drawn[0], drawn[1]), tl.where(first_k, drawn[2], drawn[3]))
-    # bits >= 2^32 p, of p's 24 bits: no conversion of each word to a float
+    # bits >= 2^32 p, with p in 24 bits: no word is converted to a float
     return bits >= (tl.ceil(scoring.switches.dropout_p * 16777216).to(tl.uint32) << 8)

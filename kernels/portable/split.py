@@ -1,9 +1,9 @@
-"""How the keys of a batch are cut into items of work, made on the device from the lengths, and the results folded.
+"""How the keys of a batch are cut into work items, on the device and from the lengths, and how the results are folded.
 
-A span is SPAN tiles, added one after the other; or, where QUAD is less than SPAN, QUAD quads of QUAD tiles each. An
-item is a tile, a quad or a span, the largest of which a batch has enough; the additions are the same, in registers or
-from memory. For the portable kernel and for Hopper's: indices come from the caller, who knows how they lie over its
-threads.
+A span is SPAN tiles, added one after the other; or, where QUAD is less than SPAN, QUAD quads of QUAD tiles each. A work
+item is a tile, a quad or a span: the largest of which a batch has enough. The additions are the same in registers and
+from memory. Both the portable and the Hopper kernel use this file. The caller passes the index tensors, because it
+knows their layout over its threads.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from .record import record
 from .tiles import LN_2, LOG2_E
 
-# batch rows whose lengths are looked at together: each warp has them all, so that their sums need no barrier
+# batch rows whose lengths are read at a time: each warp holds all of them, so that their sums need no barrier
 ROWS_BLOCK = tl.constexpr(32)
 
 
@@ -36,16 +36,16 @@ class Batch:
 
 @record
 class Item:
-    """What a program has taken of a row and KV head: a tile, a quad or a span."""
+    """A program's work item: a tile, a quad or a span of a row and KV head."""
 
-    number: tl.tensor  # among the items, which is its slot among their results
+    number: tl.tensor  # index among all items, and the slot of its result
     size: tl.tensor  # tiles of an item: 1, QUAD or SPAN
     row: tl.tensor
-    inner: tl.tensor  # KV head, and block of query rows
-    width: tl.tensor  # of these there are so many
+    inner: tl.tensor  # KV head and block of query rows, as one index
+    width: tl.tensor  # the number of values of `inner`
     tiles: tl.tensor  # of the row
-    place: tl.tensor  # among the row's items for `inner`
-    spans_before: tl.tensor  # of the rows before it
+    place: tl.tensor  # index among the row's items for `inner`
+    spans_before: tl.tensor  # spans of the rows before this one
 
 
 @record
@@ -56,7 +56,7 @@ class Parts:
     maxima: tl.tensor  # (slots, 2, BLOCK_M)
     rows: tl.tensor  # of a slot
     workspace: tl.tensor  # of the launch
-    coarse_from: tl.tensor  # spans that have turns of their own, and slots for their parts
+    coarse_from: tl.tensor  # how many spans have arrival counters of their own, and slots for their parts
     lines: tl.tensor  # 0 .. BLOCK_M - 1
     columns: tl.tensor  # 0 .. BLOCK_D - 1
     BLOCK_M: tl.constexpr
@@ -64,14 +64,15 @@ class Parts:
     QUAD: tl.constexpr
     SPAN: tl.constexpr
     GROUPS: tl.constexpr
-    FLAT: tl.constexpr  # up to SPAN parts of a row, which are no spans, are folded at once, not first those of a span
+    FLAT: tl.constexpr  # fold a row's parts in one level, if there are at most SPAN of them and they are not spans
     IN_FLIGHT: tl.constexpr  # partial results that are loaded together
 
 
 @triton.jit
 def extent(rows, batch):
-    """Of batch rows, one or many: (keys, first tile that a query sees, tiles, slots before the first key, whether the
-    row does not fit). A row without keys has one tile, so that somebody writes its result; a row past the last none."""
+    """Return for one or many batch rows: (keys, first tile that a query sees, tiles, slots before the first key,
+    whether the length or padding is invalid). A row without keys has one tile, so that a program writes its result.
+    A row past the last one has none."""
     known = rows < batch.num_rows
     length = tl.load(batch.seqlens + rows, mask=known, other=-1)
     pad = length * 0
@@ -87,22 +88,22 @@ def extent(rows, batch):
 
 @triton.jit
 def _tiles(first, batch):
-    """Of ROWS_BLOCK rows."""
+    """Return the tiles of each of ROWS_BLOCK rows."""
     _, _, tiles, _, _ = extent(first + batch.lanes, batch)
     return tiles
 
 
 @triton.jit
 def _parts_in(tiles, size, QUAD: tl.constexpr, SPAN: tl.constexpr):
-    """Items of `size` tiles, 1, QUAD or SPAN, that so many tiles make."""
+    """Return how many items of `size` tiles, 1, QUAD or SPAN, these tiles make."""
     return tl.where(size == SPAN, tl.cdiv(tiles, SPAN), tl.where(size == QUAD, tl.cdiv(tiles, QUAD), tiles))
 
 
 @triton.jit
 def cut(width, coarse_from, batch):
-    """How the batch is cut, into the largest items of which there are enough: (tiles of one, how many of them).
+    """Cut the batch into the largest items of which there are enough. Returns (tiles of an item, number of items).
 
-    Of spans `coarse_from` are enough, of quads half as many: the fewer parts a row has, the sooner they are folded."""
+    `coarse_from` spans are enough, or half as many quads: the fewer parts a row has, the sooner they are folded."""
     tiles, quads, spans = 0, 0, 0
     for first in range(0, batch.num_rows, ROWS_BLOCK):
         here = _tiles(first, batch)
@@ -119,7 +120,7 @@ def cut(width, coarse_from, batch):
 
 @triton.jit
 def row_of(unit, size, batch):
-    """Which row the item lies in, of those for one KV head: (row, its place there, spans of the rows before)."""
+    """Find the row of the unit-th item of one KV head. Returns (row, the item's index in it, spans of earlier rows)."""
     first, units_before, spans_before = 0, 0, 0
     tiles = _tiles(first, batch)
     units, spans = _parts_in(tiles, size, batch.QUAD, batch.SPAN), tl.cdiv(tiles, batch.SPAN)
@@ -140,7 +141,7 @@ def row_of(unit, size, batch):
 
 @triton.jit
 def fold(acc, maximum, total, part_acc, part_maximum, part_total):
-    """Both sums under the larger maximum. Folding in nothing, (0, -inf, 0), changes no bit."""
+    """Combine two partial results under the larger maximum. Folding in the empty one, (0, -inf, 0), changes no bit."""
     larger = tl.maximum(maximum, part_maximum)
     base = tl.where(larger == -float("inf"), 0.0, larger)
     weight, part_weight = tl.exp2(maximum - base), tl.exp2(part_maximum - base)
@@ -150,7 +151,7 @@ def fold(acc, maximum, total, part_acc, part_maximum, part_total):
 
 @triton.jit
 def nothing(parts):
-    """What a fold begins with: (sums, maxima, denominators)."""
+    """Return the empty partial result, with which a fold begins: (sums, maxima, denominators)."""
     acc = (parts.lines[:, None] * 0 + parts.columns[None, :] * 0).to(tl.float32)
     zeros = (parts.lines * 0).to(tl.float32)
     return acc, zeros - float("inf"), zeros
@@ -168,8 +169,8 @@ def put(slot, acc, maximum, total, parts):
 
 @triton.jit
 def part_in(slot, known, parts):
-    """A part from memory past the first-level cache, which knows nothing of what other multiprocessors have written;
-    nothing where it is not known."""
+    """Load a part, bypassing the L1 cache, which may not hold what other multiprocessors have written. Returns the
+    empty partial result where `known` is false."""
     lines = parts.lines
     sums = parts.sums + slot * (parts.rows * parts.BLOCK_D)
     sums += lines[:, None] * parts.BLOCK_D + parts.columns[None, :]
@@ -182,7 +183,7 @@ def part_in(slot, known, parts):
 
 @triton.jit
 def folded(slot, step, count, parts):
-    """The fold of `count` parts from memory, in their order; `step` slots lie from one to the next."""
+    """Fold `count` parts from memory, in their order; each lies `step` slots after the one before."""
     acc, maximum, total = nothing(parts)
     for first in range(0, count, parts.IN_FLIGHT):
         for place in tl.static_range(parts.IN_FLIGHT):
@@ -196,9 +197,9 @@ def folded(slot, step, count, parts):
 
 @triton.jit
 def last_of(turn, count):
-    """Whether this program is the last of `count` to come here; what the others have stored before is then visible.
-    The last one leaves the turn as it was before the first, 0."""
-    tl.debug_barrier()  # the stores of all threads come before the one that releases them
+    """Return whether this program is the last of `count` to arrive. Everything the others stored before arriving is
+    then visible to it. The last one resets the counter `turn` to 0."""
+    tl.debug_barrier()  # all threads' stores precede the atomic add that releases them
     last = tl.atomic_add(turn, 1, sem="acq_rel") == count - 1
     if last:
         tl.store(turn, 0)
@@ -217,7 +218,7 @@ def _parts_of_span(item, span, parts):
 
 @triton.jit
 def _span_of(item, parts):
-    """In which of the row's spans the item lies."""
+    """Return the index of the row's span that holds the item."""
     return item.place * item.size // parts.SPAN
 
 
@@ -229,13 +230,13 @@ def is_whole(item, parts):
 
 @triton.jit
 def is_flat(item, parts):
-    """Whether all parts of a row are folded at once: quads of quads then, which is what spans would be folded in."""
+    """Whether all parts of a row are folded in one level: as quads of quads, the order that spans would give too."""
     return (item.size < parts.SPAN) & (_parts_of_row(item, parts) <= parts.SPAN)
 
 
 @triton.jit
 def handed(acc, maximum, total, item, parts):
-    """`is_whole`; where it is not, the item's result is put down for `collected`."""
+    """Return `is_whole`; where it is false, store the item's result for `collected` to read."""
     whole = is_whole(item, parts)
     if whole == 0:
         span = _span_of(item, parts)
@@ -247,9 +248,9 @@ def handed(acc, maximum, total, item, parts):
 
 @triton.jit
 def level_of(level, item, parts):
-    """What an item, which is not all of its row, is folded with: parts of a span (0), spans of a group (1), groups of
-    the row or all its parts (2). Returns (the level's turn, how many parts, the first one's slot, the slots from one to
-    the next, the slot for what comes of it)."""
+    """Describe a level's fold for an item that is not all of its row: the parts of a span (0), the spans of a group
+    (1), the groups or all parts of the row (2). Returns (offset of the level's arrival counter in the workspace,
+    number of parts, slot of the first, slots from one to the next, slot of the result)."""
     width, inner = item.width, item.inner
     turn = 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
     first, step, count, to = item.number - item.place * width, width, _parts_of_row(item, parts), 0
@@ -276,7 +277,7 @@ def level_of(level, item, parts):
 
 @triton.jit
 def quad_from(begin, first, step, count, parts):
-    """The fold of QUAD parts from memory, the begin-th of `count` and what follows it; nothing, where that is not."""
+    """Fold QUAD of `count` parts from memory, from the begin-th on. Parts from `count` on are empty."""
     acc, maximum, total = nothing(parts)
     for place in tl.static_range(parts.QUAD):
         number = begin + place
@@ -287,7 +288,7 @@ def quad_from(begin, first, step, count, parts):
 
 @triton.jit
 def collected(first, step, count, parts):
-    """The fold of `count` parts from memory, QUAD of them by themselves first, as tiles are."""
+    """Fold `count` parts from memory: QUAD of them at a time into one, then those, as tiles are folded."""
     QUADS: tl.constexpr = parts.IN_FLIGHT // parts.QUAD
     acc, maximum, total = nothing(parts)
     if QUADS > 1:
@@ -306,7 +307,7 @@ def collected(first, step, count, parts):
 
 @triton.jit
 def lines_from(first, parts):
-    """The same slots from their line `first` on."""
+    """Return the same `Parts` from line `first` of their slots on."""
     return Parts(
         parts.sums, parts.maxima, parts.rows, parts.workspace, parts.coarse_from, parts.lines + first, parts.columns,
         parts.BLOCK_M, parts.BLOCK_D, parts.QUAD, parts.SPAN, parts.GROUPS, parts.FLAT, parts.IN_FLIGHT,
@@ -315,8 +316,8 @@ def lines_from(first, parts):
 
 @triton.jit
 def gathered(acc, maximum, total, item, parts):
-    """An item's result, and with those of the others the row's: (whether this program came last and has it, the row's
-    sums, maxima, denominators). Each level by the program that comes last to it."""
+    """Fold an item's result with those of its row. At each level the last program to arrive folds. Returns (whether
+    this program arrived last and has the row's result, the row's sums, maxima, denominators)."""
     done, own = item.row >= 0, item.number
     for level in tl.static_range(3):
         turn, count, first, step, to = level_of(level, item, parts)
@@ -333,9 +334,9 @@ def gathered(acc, maximum, total, item, parts):
 def store_row(
     acc, maximum, total, o, lse, sinks, v_scale, row, query, head, num_q, num_heads, parts, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """O and LSE of the queries and heads (BLOCK_M,) of a row, with sinks and a scale of V where they are not None."""
+    """Store O and LSE of a row's queries and heads (BLOCK_M,), with sinks and a scale of V where they are not None."""
     real = query < num_q
-    if sinks is not None:  # a key without a value
+    if sinks is not None:  # a sink is a key without a value
         sink = tl.load(sinks + head) * LOG2_E
         value, _, zeros = nothing(parts)
         acc, maximum, total = fold(acc, maximum, total, value, sink, zeros + 1.0)

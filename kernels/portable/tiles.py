@@ -1,6 +1,6 @@
 """Pieces that the forward and the backward kernels share, so that a gradient cannot drift from its function.
 
-Here are the order of tiles, loads and stores, which tiles a tile meets, and the mask.
+Here are the order of tiles, loads and stores, which tiles a tile visits, and the mask.
 BLOCK_Q counts queries, BLOCK_K keys. Pieces with strides take them as (batch, head, token), in elements; the
 last one is 1.
 """
@@ -17,9 +17,9 @@ LN_2 = tl.constexpr(math.log(2.0))
 LOG2_E = tl.constexpr(1.0 / math.log(2.0))
 # The coordinate that is the end of every document in a packed TMA descriptor.
 ORIGIN = tl.constexpr(PACKED_ORIGIN)
-# The backward's row scratch (LSE, delta) is padded to a multiple of every BLOCK_Q, for each document apart, so
+# The backward's row scratch (LSE, delta) is padded to a multiple of every BLOCK_Q, for each document by itself, so
 # that the main loops load it unmasked. Document d's rows start at (cu_seqlens[d] // ROW_PADDING + d) *
-# ROW_PADDING: the reason is that of `document_of`.
+# ROW_PADDING, for the reason in `document_of`.
 ROW_PADDING = tl.constexpr(128)
 
 
@@ -29,7 +29,7 @@ class Mask:
 
     num_q: tl.tensor  # of the document, where documents are packed
     num_k: tl.tensor
-    window: tuple  # (left, right), no bound being larger than any distance; read only where LOCAL
+    window: tuple  # (left, right); an unbounded side is larger than any distance; read only where LOCAL
     CAUSAL: tl.constexpr
     LOCAL: tl.constexpr  # the window in place of CAUSAL
 
@@ -92,7 +92,7 @@ def document_of(tile, cu_seqlens, num_docs, BLOCK: tl.constexpr):
     """Which document a tile of the packed rows lies in: (document, the tile's number inside it).
 
     Document d owns the tiles from cu_seqlens[d] // BLOCK + d to the next document's first. That is never too
-    few, wastes at most two a document, and needs no table of tiles: the document is the last whose first tile
+    few, wastes at most two per document, and needs no table of tiles: the document is the last whose first tile
     is not past this one. Counted 128 documents at a time, because a bisection is a chain of loads that each
     wait for the one before.
     """
@@ -198,8 +198,8 @@ def load_tile(tensor, start, RAGGED: tl.constexpr):
         rows = tl.arange(0, tensor.BLOCK)
         cols = tl.arange(0, tensor.BLOCK_D)
         stride = tensor.strides[2]
-        # the tile's first row in 64 bits, what is inside the tile in 32: cheap, and right beyond 2^31
-        # elements, as `kernel_inputs` copies tokens that are far apart
+        # the tile's first row in 64 bits, offsets inside the tile in 32: cheap, and right beyond 2^31
+        # elements, because `kernel_inputs` copies tensors whose tokens are far apart
         pointers = tensor.base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
         if RAGGED and tensor.HEAD_DIM != tensor.BLOCK_D:
             keep = (start + rows < tensor.num_tokens)[:, None] & (cols < tensor.HEAD_DIM)[None, :]
@@ -333,8 +333,8 @@ def seeing_queries(k_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
 def masked_tile(position, full_start, full_end, LOCAL: tl.constexpr):
     """The tile that a masked loop visits at `position`.
 
-    A window has masked tiles on both sides of the full ones. One loop takes both: from full_start on it jumps
-    over the full tiles.
+    A window has masked tiles on both sides of the full ones. One loop visits both: from full_start on it skips
+    the full tiles.
     """
     if LOCAL:
         return position + tl.where(position >= full_start, full_end - full_start, 0)

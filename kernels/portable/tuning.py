@@ -29,7 +29,7 @@ class Tile:
 
     @property
     def how(self) -> dict[str, int]:
-        """As Triton's launch takes it."""
+        """The options of Triton's launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def smaller(self) -> "Tile | None":
@@ -73,7 +73,7 @@ _HOPPER = {
     ("dq", 128, "causal"): Tile(128, 32, 8, 3, True),
     ("dq", 128, "full"): Tile(128, 32, 8, 3, True),
     # packed documents: 16 of unequal length, causal, the same machine and day; for dQ at 128 the dense calls' tile
-    # takes 548 us in place of 416
+    # takes 548 us instead of 416
     ("fwd", 64, "varlen"): Tile(64, 64, 4, 2, True),
     ("fwd", 128, "varlen"): Tile(64, 64, 4, 3, True),
     ("dkdv", 64, "varlen"): Tile(32, 64, 4, 3, True),
@@ -103,7 +103,7 @@ _HOPPER = {
     ("dkdv", 32, "dropout"): Tile(32, 64, 4, 2, True),
     ("dkdv", 64, "dropout"): Tile(32, 64, 4, 2, True),
     ("dkdv", 128, "dropout"): Tile(32, 64, 4, 3, True),
-    ("dkdv", 256, "dropout"): Tile(32, 64, 8, 2, True),  # spills 128 bytes; of 16 queries it takes 1.2 times as long
+    ("dkdv", 256, "dropout"): Tile(32, 64, 8, 2, True),  # spills 128 bytes; with 16 queries it takes 1.2 times as long
     ("dkdv", 256, "softcap"): Tile(16, 64, 8, 2, True),  # 244 registers
     ("dkdv", 128, "softcap"): Tile(32, 128, 8, 2, True),  # 255 registers; 64 queries spill 120 bytes
     ("dq", 16, "any"): Tile(128, 64, 8, 3, True),
@@ -162,7 +162,7 @@ _FLOAT32 = {
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How `flash_decode_kernel` cuts a row's keys. The first three and `groups` decide a result's bits."""
+    """How `flash_decode_kernel` cuts a row's keys. The first three, `groups` and `quad` decide a result's bits."""
 
     block_k: int  # keys in a tile
     span: int  # tiles in a span, the largest item of work
@@ -170,9 +170,9 @@ class DecodeTile:
     num_stages: int
     per_sm: int  # programs for each multiprocessor
     max_registers: int | None = None  # of a thread
-    groups: int = 16  # of a row's spans, at most: of 128 the last program folds 8, and then 16 groups
+    groups: int = 16  # of a row's spans, at most: with 128 spans the last program folds 8, and then 16 groups
     least_rows: int = 16  # of queries in a tile
-    few: float = 0.25  # spans a multiprocessor, below which programs take quads, or tiles if quads are half as few
+    few: float = 0.25  # spans per multiprocessor, below which items are quads, or tiles below half as many quads
     quad: int | None = None  # tiles in a quad, and quads in a span, which is its square; None: there are no quads
 
     def __post_init__(self) -> None:
@@ -184,22 +184,23 @@ class DecodeTile:
 
     @property
     def how(self) -> dict[str, int | bool | None]:
-        """As Triton's launch takes it."""
+        """The options of Triton's launch."""
         how = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
         return how | {"enable_fp_fusion": False}
 
     def smaller(self) -> "DecodeTile | None":
-        """The next that needs less shared memory, for the same bits."""
+        """The next tile that needs less shared memory and gives the same bits."""
         return replace(self, num_stages=self.num_stages - 1) if self.num_stages > 1 else None
 
 
 def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) -> DecodeTile:
     """The tile for a cache of this dtype; small ones in the interpreter.
 
-    16 KB of keys and 16 KB of values, so that two of them are on their way for each of three programs. With spans of 16
-    tiles in place of 8 a row of 8,192 keys takes 24.8 us for 21.8, and 16 such rows 137.6 for 142.0 (one H200, 32/8
-    heads of 128, torch 2.11.0). Registers and shared memory are the compiler's. In pages Triton loads a page's number
-    as many stages before the keys as these before their use, so that two tiles take twice the stages.
+    A tile has 16 KB of keys and 16 KB of values, so that two are in flight for each of three programs. With spans of 16
+    tiles instead of 8 a row of 8,192 keys takes 24.8 us instead of 21.8, and 16 such rows 137.6 instead of 142.0 (one
+    H200, 32/8 heads of 128, torch 2.11.0). Registers and shared memory are the compiler's. In pages Triton loads a
+    page's number as many stages before the keys as the keys before their use, so two tiles in flight take twice the
+    stages.
     """
     if interpreting():
         return DecodeTile(block_k=16, span=3, num_warps=4, num_stages=1, per_sm=1, groups=2)
@@ -216,7 +217,7 @@ def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) ->
 
 
 def cut_for(device: torch.device, tile: DecodeTile) -> tuple[int, int]:
-    """(programs to launch, spans from which on they take whole spans) on this device."""
+    """(programs to launch, the number of spans from which on items are whole spans) on this device."""
     if interpreting():
         return 3, 5  # few, so that tests meet both kinds of items and tickets
     sms = num_sms(device.index)
@@ -233,8 +234,8 @@ def decode_rows(q_shape: torch.Size, num_kv_heads: int, least: int = 16) -> tupl
 def decode_memory(
     q_shape: torch.Size, cache_shape: torch.Size, pages_of_row: int, tile: DecodeTile, few: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of sums and maxima, room for the partial results of any lengths: of the tiles of `few` spans, then of all
-    spans."""
+    """Shapes of sums and maxima, with room for the partial results of any lengths: of the tiles of `few` spans, then
+    of all spans."""
     rows, block_m = decode_rows(q_shape, cache_shape[1], tile.least_rows)
     # a window may begin inside a tile, so that a row has a tile more than its keys would fill
     spans = q_shape[0] * -(-(cache_shape[2] * pages_of_row // tile.block_k + 2) // tile.span)
@@ -243,7 +244,7 @@ def decode_memory(
 
 
 def variant_of(options: Options) -> str:
-    """The table's variant for a call: what takes registers before what masks."""
+    """The table's variant for a call: the options that need registers come before the masks."""
     if options.dropout_p > 0.0:
         return "dropout"
     if options.softcap > 0.0:
@@ -284,9 +285,9 @@ def tile_for(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: in
 def kernel_operands(
     tile: Tile, options: Options, *operands: tuple[Tensor, int, int]
 ) -> tuple[list, list[tuple[int, int, int]], bool]:
-    """What a kernel takes for each (tensor, rows and columns of its tile), the strides, whether by descriptors.
+    """A kernel's argument for each (tensor, rows and columns of its tile), the strides, and whether TMA is used.
 
-    Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
+    The arguments are descriptors where the tile uses TMA and every tensor allows it, plain tensors otherwise.
     """
     strides = [x.stride()[:3] for x, _, _ in operands]
     if not tile.tma or not all(tma_ready(x) for x, _, _ in operands):
@@ -300,9 +301,9 @@ _REPLACED: dict[Tile, Tile] = {}
 
 
 def fitting(tile: Tile, make: Callable[[Tile], Launch]) -> Launch:
-    """make(tile); where the GPU has too little shared memory for it, that of the next smaller tile that fits.
+    """make(tile); where the GPU has too little shared memory for it, make() of the next smaller tile that fits.
 
-    Says so once a tile.
+    Logs a warning once per tile.
     """
     tried = _REPLACED.get(tile, tile)
 

@@ -1,4 +1,4 @@
-"""A block mask in a kernel: the blocks that a tile meets, and the bits of a partial one."""
+"""A block mask in a kernel: the blocks that a tile visits, and the bits of a partial one."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ PACKED = tl.constexpr(not interpreting())
 
 
 def select_by_bit(hidden: str) -> str:
-    """PTX that keeps a float32 where a word has a bit, else gives `hidden` in PTX's spelling. ptxas makes one
+    """PTX that keeps a float32 where a word has a bit set, else returns `hidden`, in PTX's spelling. ptxas makes one
     instruction for two tests and a select for each, while LLVM would gather the bits in vectors."""
     return f"{{.reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, {hidden}, p;}}"
 
@@ -25,7 +25,8 @@ MINUS_INFINITY = tl.constexpr(select_by_bit("0fFF800000"))
 
 @record
 class Visits:
-    """What a row of blocks meets: first the full ones, then the partial ones. A visit takes 128 positions in a loop."""
+    """The blocks that a row of blocks visits: first the full ones, then the partial ones. A visit spans 128 positions
+    of a loop."""
 
     entries: tl.tensor  # pointer to (block, pattern) of the first; None without a block mask
     full: tl.tensor  # the positions where the full ones end
@@ -36,7 +37,7 @@ class Visits:
 
 @triton.jit
 def first_line(starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr):
-    """Where the rows of blocks of a head of queries begin in `starts`."""
+    """Pointer to the rows of blocks of a query head in `starts`."""
     which = 0
     if OF_HEAD:
         which = batch * num_heads + head if OF_BATCH else head
@@ -53,7 +54,7 @@ def busiest_first(
 ):  # fmt: skip
     """What this program owns, as (tile, batch * head): tiles of ROWS rows whose blocks have the most visits first.
 
-    group_size: query heads for each of the heads that are counted, whose first says the order.
+    group_size: query heads for each of the heads that are counted; the first of them decides the order.
     """
     num_tokens = k_tokens if SIDE else q_tokens
     parts: tl.constexpr = MASK_BLOCK // ROWS
@@ -108,7 +109,7 @@ def keys_met(
     q_start, mask, switches, batch, head, num_heads, q_tokens, k_tokens,
     OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A query tile's visits, without entries where there is no block mask; and the bounds of its key loops, as of
+    """A query tile's visits, without entries where there is no block mask; and the bounds of its key loops, as in
     `visible_keys`."""
     if switches.mask_starts is not None:
         visits = visits_of(q_start, switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD, 0)
@@ -158,7 +159,7 @@ def where_shown(logits, bits, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def mask_constants(options: Options) -> dict[str, bool]:
-    """Which dimensions a block mask has; of none without one."""
+    """Which dimensions a block mask has; none without a block mask."""
     batch, heads = options.mask_starts.shape[:2] if options.masked else (1, 1)
     return {"MASK_OF_BATCH": batch > 1, "MASK_OF_HEAD": heads > 1}
 

@@ -1,8 +1,8 @@
 """From narrow numbers to wider ones, exactly, by a few operations on packed words.
 
-Two neighbors of 8 bits in a row are read as one word of 16: the layouts of the products are those of 16 bits then, and
-tensor cores get such tiles transposed from shared memory by whole words, not by single bytes. Each word gives an even
-and an odd column.
+Two neighboring numbers of 8 bits in a row are read as one word of 16. The products then have the layouts of 16 bits,
+and tensor cores read such tiles transposed from shared memory by whole words, not by single bytes. Each word gives an
+even and an odd column.
 """
 
 import triton
@@ -10,8 +10,8 @@ import triton.language as tl
 
 from ..device import interpreting
 
-# int8: 128 + the low seven bits, as bits of a number between 128 and 256, and from it 128 or, of a negative one, 256;
-# in float16, which has the bits, 1024 + 128 + the value, and from it 1152
+# int8: the low seven bits become the mantissa of 128 + them, from which 128 or, for a negative value, 256 is
+# subtracted; float16 has enough mantissa bits for 1024 + 128 + the value, from which 1152 is subtracted
 _INT8_BF16 = """
     lop3.b32 e, x, 0x007f007f, 0x43004300, 0xEA;
     lop3.b32 c, x, 0x00800080, 0xC300C300, 0xEA;
@@ -29,8 +29,8 @@ def _int8(to: str) -> str:
 
 
 def _e4m3(to: str) -> str:
-    """Exponent and mantissa where those of the wider number are, the sign in front, times the power of two between the
-    two biases; numbers below the smallest normal one are scaled right too."""
+    """Move exponent and mantissa to their place in the wider number, put the sign in front, and multiply by the power
+    of two between the two biases. This also scales numbers below the smallest normal one correctly."""
     shift, mask, power = (4, "0x07f007f0", "0x7B807B80") if to == "bf16" else (7, "0x3f803f80", "0x5C005C00")
     kind = "bf16x2" if to == "bf16" else "f16x2"
     return f"""{{.reg .b32 e, s, power, zero;
@@ -54,7 +54,7 @@ PACKED = tl.constexpr(not interpreting())
 
 @triton.jit
 def widened(pairs, dtype: tl.constexpr, stored: tl.constexpr):
-    """The even and the odd ones of pairs (int16) of stored numbers, int8 or e4m3, in dtype. e4m3's NaN reads as 480."""
+    """The even and the odd numbers of pairs (int16) of stored ones, int8 or e4m3, in dtype. e4m3's NaN reads as 480."""
     if PACKED and dtype == tl.bfloat16:
         code: tl.constexpr = INT8_BF16 if stored == tl.int8 else E4M3_BF16
         return tl.inline_asm_elementwise(code, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
