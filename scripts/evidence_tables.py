@@ -106,8 +106,8 @@ def beside_peers(found: Reports) -> Table:
     shown.sort(key=lambda row: (row["pass"] != "forward", order.index(row["attention"])))
     tokens, hidden = rows[0]["batch"] * rows[0]["seq_len"], rows[0]["num_heads"] * rows[0]["head_dim"]
     title = (
-        f"TFLOP/s by head_dim D and N, of {tokens:,} tokens and {hidden:,} columns a call; in parentheses a peer's time "
-        "over ours, so above 1 ours is faster:"
+        f"TFLOP/s by head_dim D and N, of {tokens:,} tokens and {hidden:,} columns a call; in parentheses a peer's "
+        "time over ours, so above 1 ours is faster:"
     )
     caption = f"Geometric means of these ratios: {'; '.join(means)}. The host's time in Python is not in them."
     return pivot(shown, SHAPE, "{pass}: {name}", "{figure}", title, caption)
@@ -201,11 +201,11 @@ def repeats(found: Reports) -> Table:
 def training(found: Reports) -> Table:
     """The rows of scripts.bench.training, and what its forecast refused."""
     shown = printed("training")(found)
-    sizes = {row["micro_batch"] * row["seq_len"] for row in rows_of(found) if row.get("micro_batch")}
-    if any(row.get("why") for row in rows_of(found)) and len(sizes) == 1:
+    sizes = [row["micro_batch"] * row["seq_len"] for row in rows_of(found) if row.get("micro_batch")]
+    if refused := sum("why" in row for row in rows_of(found)):
         shown.caption = (
-            f"Micro-batches of {sizes.pop():,} tokens. Out of memory: by the forecast, without a step, but where the "
-            "row before it ran; a smaller micro-batch may fit."
+            f"Micro-batches of {min(sizes):,} tokens, or of one sequence. {refused} of the rows out of memory are the "
+            "forecast's refusals, in which no step was tried; with a smaller micro-batch some would fit."
         )
     return shown
 
@@ -231,7 +231,7 @@ SHARED_STEP = of_cells(
     figures={"tokens/s": "{tokens_per_second:,}", "of one GPU": "{speedup:.3f}",
              "of the slowest": "{speedup_of_slowest:.3f}", "ms a step": "{step_ms:.1f}",
              "each GPU alone, ms": "{alone}", "GiB a GPU": "{peak_memory_gib:.2f}", "the same bits twice": "{twice}"},
-    caption="The rows of `context` are eager, with full activation checkpointing; the others are as the line above says.",
+    caption="The rows of `context` are eager, with full activation checkpointing; the others are as said above.",
 )  # fmt: skip
 SHARED_SUM = of_cells(
     "replicate",
@@ -308,10 +308,12 @@ def headline(folder: Path) -> str:
     lines = []
     if found := reports(folder, "attention/peers/attention.json"):
         beside = ratios(rows_of(found))
-        means = {key: f"{statistics.geometric_mean(r):.2f} ({min(r):.2f} to {max(r):.2f})" for key, r in beside.items()}
+        means = {key: f"{statistics.geometric_mean(r):.2f}" for key, r in beside.items()}
+        spread = {key: f"({min(r):.2f} to {max(r):.2f})" for key, r in beside.items()}
         shown = [p for p in ("sdpa_cudnn", "flash4") if {("forward", p), ("backward", p)} <= beside.keys()]
         speeds = [
-            f"{PEERS[peer]}'s speed times {means['forward', peer]} forward and {means['backward', peer]} backward"
+            f"{means['forward', peer]} times {PEERS[peer]}'s speed forward {spread['forward', peer]} and "
+            f"{means['backward', peer]} times backward {spread['backward', peer]}"
             for peer in shown
         ]
         if shown:
@@ -327,7 +329,7 @@ def headline(folder: Path) -> str:
         speeds = ", ".join(cell(one if row["processes"] == 1 else several, row) for row in steps)
         step = cell("{batch_tokens:,} tokens a GPU and step in sequences of {seq_len:,}", steps[0])
         equal = [row["equal"] for row in rows_of(found) if row["cell"] == "hashes"]
-        bits = " one batch gives the same bits on both," if equal and all(equal) else ""
+        bits = " where one batch gives the same bits," if equal and all(equal) else ""
         soon = ""
         race = reports(folder, "time_to_loss/shakespeare/time_to_loss.json")
         if ours := next((row for row in rows_of(race) if row["name"] == "ours" and "times_best" in row), None):

@@ -130,8 +130,8 @@ TITLE = (
     "{equal_tokens:.1%} of {tokens} greedy tokens are equal."
 )
 CAPTION = (
-    "Of steps: after the first token of each prompt; of transformers, which reports nothing between steps, of the whole "
-    "call. Copies and waits: of the host, a step. / forward: the time over that of the model's plain forward."
+    "Of steps: after the first token of each prompt; of transformers, which reports nothing between steps, of the "
+    "whole call. Copies and waits: of the host, a step. / forward: the time over that of the model's plain forward."
 )
 NAMES: Columns = {
     "model": "{model}",
