@@ -73,7 +73,7 @@ class Options(NamedTuple):
     @property
     def crowded(self) -> bool:
         """Whether the block mask, of about as many queries as keys, visits a third of its blocks or more."""
-        batch, heads, rows, _ = self.mask_starts.shape  # n blocks each way: 8/3 n rows, a visit is in 8/3 lists
+        batch, heads, rows, _ = self.mask_starts.shape  # n x n blocks: 8/3 n rows; a visited block is in 8/3 lists
         return 9 * self.mask_visits.shape[0] > batch * heads * rows**2
 
 
@@ -89,7 +89,7 @@ def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
     described = []
     for x in tensors:
         described += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
-    if options.masked:  # its visits and patterns may have any number: no launch depends on more than this
+    if options.masked:  # the numbers of visits and patterns may vary: no launch depends on more than `crowded`
         options = options._replace(mask_visits=options.crowded, mask_bits=None)
     if not options.without_tensors:
         options = tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in options])
@@ -246,7 +246,7 @@ def _number(name: str, value: object) -> float:
 
 
 def check_tensor(name: str, x: object, axes: str = "") -> None:
-    """Raise ValueError where x is no dense tensor or lacks the axes, if given, such as "tokens, heads, head_dim"."""
+    """Raise ValueError unless x is a dense tensor, with these axes if any are given, "tokens, heads, head_dim"."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
     if x.is_nested or x.layout != torch.strided:

@@ -62,7 +62,7 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
             seen = mask_mod(*indices)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, IndexError, TypeError, AttributeError) as error:  # evaluation by pairs names what is wrong
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:  # evaluation by pairs reports the error
         raise Undecided from error
     if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
         raise Undecided
@@ -214,7 +214,7 @@ _BY_A_NUMBER = {
     "floordiv": lambda a, n: Range(a.low // n, a.high // n),
     "remainder": _remainder,
 }
-# Those without a rule above are exact where they depend on queries or on keys alone.
+# Operations without a rule above are exact where they depend on queries or on keys alone.
 _KNOWN = {
     *_COMPARED,
     *_LOGIC,

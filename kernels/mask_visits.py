@@ -1,6 +1,6 @@
 """The lists of blocks that kernels visit, made from the table of a mask's blocks, and the bits of partial blocks.
 
-The host makes the lists: on a GPU they would take many small launches, each of them waited for.
+The host makes the lists: a GPU would need many small launches, and would wait for each of them.
 """
 
 from functools import cache

@@ -68,7 +68,7 @@ class Replay:
                 self._arguments.append(argument)
 
     def __call__(self, stream: int, values: dict[str, int]) -> None:
-        """Launch on a stream of the current device; values: by name, addresses (multiples of 16) and the numbers."""
+        """Launch on a stream of the current device; values: addresses (multiples of 16) and numbers, by name."""
         arguments = self._arguments.copy()
         arguments[3] = stream
         for name, position, place, maps in self._slots:

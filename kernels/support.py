@@ -104,7 +104,8 @@ HOPPER_CROWDED_HEAD_DIMS = (64,)  # where a mask visits many blocks, and there i
 # Attention over a cache: below these the tiles of 64 columns would be half empty, above them stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
 HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head: the rows of one wgmma
-# In 8 bits a tile's column holds two: below, half of wgmma's 64 rows of values would be empty. Queries are columns.
+# In 8 bits a column of a tile holds two of the cache's: below these, half of wgmma's 64 rows of values would be empty.
+# Queries are columns.
 HOPPER_KVCACHE_8_BIT_HEAD_DIMS = range(80, 129, 16)  # rows of whole 16 bytes, for TMA
 HOPPER_KVCACHE_8_BIT_ROWS = 16
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses

@@ -94,7 +94,7 @@ def visible_tiles(
 
 
 class _Tile:
-    """One tile's scores and what the backward needs with them, (B, Hkv, G, rows, cols) each."""
+    """One tile's scores and what else the backward needs of the tile, (B, Hkv, G, rows, cols) each."""
 
     def __init__(self, q_tile: Tensor, k_tile: Tensor, rows: slice, cols: slice, sizes, options: Options, first_row):
         num_q, num_k = sizes
@@ -144,7 +144,7 @@ class _TiledAttention(torch.autograd.Function):
         else:  # a key without a value: it is in the maximum and in the sum from the start
             running_max = sinks.to(wide).reshape(1, kv_heads, -1, 1).expand(grouped_q.shape[:-1]).clone()
             running_sum = torch.ones(grouped_q.shape[:-1], dtype=wide, device=q.device)
-        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # which knows no meta
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # no autocast on meta
             for rows, cols in tiles:
                 q_tile = grouped_q[..., rows, :].to(wide)
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))
@@ -195,7 +195,7 @@ class _TiledAttention(torch.autograd.Function):
         dq = torch.zeros(grouped_q.shape, dtype=wide, device=q.device)
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
         keep_scale = 1.0 / (1.0 - options.dropout_p)
-        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # which knows no meta
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # no autocast on meta
             for rows, cols in ctx.tiles:
                 q_tile, do_tile = (x[..., rows, :].to(wide) for x in (grouped_q, grouped_do))
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def _packing(documents: Documents | None) -> dict:
-    """The documents under the names of kernels/."""
+    """The documents as keyword arguments of kernels/."""
     return {} if documents is None else {"cu_seqlens": documents.cu_seqlens, "max_seqlen": documents.max_seqlen}
 
 
@@ -102,12 +102,12 @@ def sdpa(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """PyTorch's attention; on a CPU `_short`, or in float32, whose backward takes a quarter of the time of 16 bits."""
+    """PyTorch's attention. On a CPU: `_short`, or float32, whose backward takes a quarter of the time of 16 bits."""
     if q.device.type != "cpu" or q.dtype == torch.float64:
         return F.scaled_dot_product_attention(q, k, v, **given)
     with torch.autocast("cpu", enabled=False):
         is_short = given.get("is_causal") and q.size(2) <= SHORT and q.shape == k.shape == v.shape
-        # a compiler would have to break the graph to ask what `sdpa_kernel` allows
+        # reading what `sdpa_kernel` allows would break a compiler's graph
         allowed = torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled()
         if is_short and q.dtype != torch.float16 and allowed:
             return _short(q, k, v, given["scale"])

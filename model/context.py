@@ -8,7 +8,7 @@ Three methods, over the attention that the model names; W is the number of ranks
     ring    chunks r, 2W - 1 - r   K and V, passed on           q, k, v, O, LSE of n tokens
 
 `heads` (DeepSpeed-Ulysses, arXiv:2309.14509) moves least and needs W to divide Hkv: a rank computes all tokens of some
-heads, so nothing is merged. It has one process's bits where a head's bits do not depend on how many heads a call has;
+heads, so nothing is merged. Its bits are one process's where a head's bits do not depend on how many heads a call has;
 in Hopper's causal backward they do, as it sums dQ of the last heads in another order. In `gather` a rank's queries
 attend to all keys up to their own in two ordinary calls, because the causal mask is aligned bottom-right. Pairing the
 first with the last of 2W chunks, the second with the last but one and so on gives each rank equal work (zig-zag). It

@@ -19,9 +19,8 @@ def free_bytes(device: torch.device) -> int | None:
 def free_host_bytes(root: Path = Path("/")) -> int | None:
     """The least of the bytes that the machine, this process's control group and each group above it leave free.
 
-    None without /proc.
-
-    File caches count as free, because the kernel drops them first. Swap does not count. `root` holds proc/ and sys/.
+    None without /proc. File caches count as free, because the kernel drops them first. Swap does not count. `root`
+    holds proc/ and sys/.
     """
     try:
         machine = (root / "proc/meminfo").read_text()

@@ -121,7 +121,7 @@ def generate(
     )
     draws = torch.Generator("cpu").manual_seed(seed)
     uniform = torch.rand(max_new_tokens, num_samples, dtype=torch.float64, device="cpu", generator=draws)
-    # as Python's numbers: captured steps are told apart by their repr
+    # as Python's numbers: their repr distinguishes captured steps
     choose = partial(
         choose_next_token,
         temperature=float(temperature),

@@ -43,7 +43,7 @@ class CausalSelfAttention(nn.Module):
         self.norm_eps = NORM_EPS if config.qk_norm else None
         self.scale = None if config.qk_gain == 1 else config.qk_gain * self.head_dim**-0.5  # None: attention's own
         self.layer = layer  # index in the KV cache
-        self.window = (-1 if config.window is None else config.window - 1, -1)  # causal bounds the right
+        self.window = (-1 if config.window is None else config.window - 1, -1)  # the causal mask bounds the right
         self.dropout_p = config.attention_dropout
         self.pattern: Pattern | None = None  # of model.mask, in place of causal and window
         self.attend = attend
@@ -294,7 +294,7 @@ class GPT(nn.Module):
         """
         check_input(tokens, targets, cu_seqlens, kv_cache, self.config, self.seq_len)
         shape, documents, positions = tokens.shape, None, None
-        share = 1.0  # of the tokens, those that are predicted
+        share = 1.0  # fraction of the tokens that is predicted
         if targets is not None and self.prefix > 1:
             if shape[1] < self.prefix:
                 raise ValueError(f"model.mask={self.config.mask} predicts nothing of {shape[1]} tokens; give more")

@@ -332,8 +332,8 @@ class PretrainedLM(nn.Module):
 
     @torch.no_grad()
     def _refuse_what_the_loop_is_not_for(self) -> None:
-        """ValueError where tokens see those after them, which the loss predicts, and, as a loss in chunks computes them
-        so, where the logits are not the head's product alone."""
+        """ValueError where tokens see later ones, which the loss has them predict, and, with model.loss=chunked, where
+        the logits are not the head's product alone, as that loss assumes."""
         head, ids = self.inner.get_output_embeddings(), torch.tensor([[0, 1, 2, 3], [0, 1, 2, 0]])
         few = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         self.inner.eval()

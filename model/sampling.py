@@ -44,7 +44,7 @@ def choose_next_token(
     """Draw one token for each row of logits, without waiting for the device.
 
     `top_k` keeps the k likeliest tokens; then `top_p` keeps the fewest of those whose share reaches p
-    (nucleus sampling, arXiv:1904.09751). Temperature 0 takes the likeliest.
+    (nucleus sampling, arXiv:1904.09751). Temperature 0 picks the likeliest.
 
     Args:
         logits: (S, V), any float dtype and device.
