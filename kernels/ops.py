@@ -69,7 +69,7 @@ def _run_backward(do, dlse, q, k, v, o, lse, *options) -> tuple[Tensor, Tensor, 
 def _on_hopper(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool) -> bool:
     """The one place where an engine is chosen for checked inputs.
 
-    Both engines keep one contract: they accept the same inputs, return the same (O, LSE), and repeat their own bits on
+    Every engine keeps one contract: it has the same arguments, returns the same (O, LSE), and repeats its own bits on
     every run. The backward accepts O and LSE from either.
     """
     if plan.on_hopper is None:

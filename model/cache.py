@@ -93,7 +93,7 @@ class KVCache:
         self._set_length(rows, 0)
 
     def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
-        """Reserve slots for the next call: for `num_tokens` more tokens of each row, or for one number per row.
+        """Reserve slots for the next call: `num_tokens` more tokens for each row, or a number of its own for each row.
 
         ValueError where they do not fit; then nothing changes.
         """

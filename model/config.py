@@ -41,7 +41,7 @@ class GPTConfig:
     tie_embeddings: bool = True  # the output head is the embedding table
     zero_init: bool = False  # output projections of attention and MLP, and an untied head, begin at zero
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
-    attention_dropout: float = 0.0  # on the softmax's probabilities; the same mask in all backends, not in sdpa
+    attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends; not with sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it
     mask: str | None = None  # prefix:N | bigbird:N | dilated:N, see model/masks.py; null: all before it, in the window
     rope_base: float = 10000.0  # all wavelengths of the rotary positions are below 2 pi rope_base tokens
