@@ -50,9 +50,9 @@ def flash_attention(
             soft-cap. Constants: they have no gradient.
         dropout_p: probability with which a softmax probability is dropped; the rest is scaled by 1 / (1 - p).
             LSE is computed over the whole row, before dropout.
-        dropout_seed: an integer or a () int64 tensor on q's device. The mask depends only on the seed, the head, the
-            query and key indices and the document's first row. Without a seed, one is drawn from PyTorch's
-            generator.
+        dropout_seed: an integer or a () int64 tensor on q's device. The mask depends only on the seed, the batch entry
+            and head, the query and key indices and the document's first row. Without a seed, one is drawn from
+            PyTorch's generator.
         sinks: (Hq,) one score per head for a key without a value; it joins the softmax's denominator and LSE.
             Differentiable. A sink of +inf, like any infinite score, makes O and LSE NaN in the rows that see it.
             Source: Xiao et al., arXiv:2309.17453, in gpt-oss's learned form.
