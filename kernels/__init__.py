@@ -1,4 +1,4 @@
-"""Operators: Triton kernels and their PyTorch references; attention, and what else a GPT spends its time in.
+"""Operators: Triton kernels and their PyTorch references, for attention and a GPT's other costly operations.
 
 The package imports torch and numpy; Triton is loaded when a kernel is launched for the first time.
 """

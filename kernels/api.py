@@ -41,32 +41,32 @@ def flash_attention(
         k, v: (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), q's dtype and device; Hq is a multiple of Hkv and query
             head h reads head `h // (Hq // Hkv)`.
         causal: query i sees key j when `j <= i + Nk - Nq` (aligned bottom-right). A row that sees no key
-            gives 0, LSE -inf (its sink's score where it has one) and zero gradients.
+            gives O = 0, LSE = -inf (the sink's score where there is one) and zero gradients.
         scale: factor on the scores; 1/sqrt(D) by default.
         window: (left, right): query i sees keys `i + Nk - Nq - left` to `i + Nk - Nq + right`; -1 is no bound.
             Costs N x window, forward and backward. With causal, right is 0.
         softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
-        alibi_slopes: (Hq,) or (B, Hq): `slope * |i + Nk - Nq - j|` is taken off the score, after the
+        alibi_slopes: (Hq,) or (B, Hq): `slope * |i + Nk - Nq - j|` is subtracted from the score, after the
             soft-cap. Constants: they have no gradient.
         dropout_p: probability with which a softmax probability is dropped; the rest is scaled by 1 / (1 - p).
-            LSE is that of the whole row.
-        dropout_seed: an integer or a () int64 tensor on q's device. The mask is a function of it, of the head,
-            of the two token numbers and of the document's first row alone. Without it, one is drawn from PyTorch's
-            generator.
-        sinks: (Hq,) a score per head, of a key without a value, that joins the softmax's denominator and LSE;
-            differentiable. One of +inf, as any infinite score, makes O and LSE of the rows that see it NaN.
+            LSE is computed over the whole row, before dropout.
+        dropout_seed: an integer or a () int64 tensor on q's device. The mask depends only on the seed, the batch entry
+            and head, the query and key indices and the document's first row. Without a seed, one is drawn from
+            PyTorch's generator.
+        sinks: (Hq,) one score per head for a key without a value; it joins the softmax's denominator and LSE.
+            Differentiable. A sink of +inf, like any infinite score, makes O and LSE NaN in the rows that see it.
             Source: Xiao et al., arXiv:2309.17453, in gpt-oss's learned form.
         cu_seqlens: (documents + 1,) int32 on q's device, for packed documents: B is 1, document d holds the rows from
             cu_seqlens[d] to cu_seqlens[d + 1], tokens see only their own document, and no work is done for other
-            pairs. A pair (of queries, of keys) where they differ. Empty documents are allowed; alibi_slopes may be
-            (documents, Hq). On a GPU its values are read once a tensor and version, which waits for the GPU, and not
-            inside a CUDA graph. A change that PyTorch does not see (`.data`) makes the results wrong, but no kernel
-            ever addresses memory outside the call's tensors.
+            pairs. Pass a pair (queries', keys') where they differ. Empty documents are allowed; alibi_slopes may be
+            (documents, Hq). On a GPU its values are read once per tensor and version, which waits for the GPU, and
+            never while a CUDA graph is captured. A write that PyTorch does not track (`.data`) makes the results wrong,
+            but no kernel ever addresses memory outside the call's tensors.
         max_seqlen: an upper bound on a document's length, or a pair; checked with cu_seqlens, N by default. No launch
             depends on it, so a constant bound serves every packing.
         block_mask: any mask, from `kernels.block_mask` or `BlockMask.from_dense`, or torch's BlockMask with blocks of
-            128, which is converted once. It alone decides who sees whom (not with causal, window or cu_seqlens), with a
-            batch of 1 or B and 1 or Hq heads. Only the blocks that it shows are visited, forward and backward.
+            128, which is converted once. It alone decides which query sees which key, so it excludes causal, window and
+            cu_seqlens. Its batch is 1 or B, its heads 1 or Hq. Only its visible blocks are visited, in both passes.
         return_lse: also return the log of the softmax denominator.
         deterministic: always True; there is no other mode.
 
@@ -77,7 +77,7 @@ def flash_attention(
 
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
-        RuntimeError: a derivative under torch.func, or a second one.
+        RuntimeError: for a derivative under torch.func, or a second derivative.
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """
@@ -86,11 +86,11 @@ def flash_attention(
     dispatched = ops.needs_dispatcher(q, k, v)
     if not dispatched and block_mask is None and deterministic is True:
         plain = plain_options(causal, scale, window, softcap, dropout_p, alibi_slopes, sinks, cu_seqlens, max_seqlen)
-        if plain is not None:  # a call of this key may have been checked
+        if plain is not None:  # a call of this key may have been checked before
             try:
                 plan = plan_of(key_of("forward", plain, q, k, v))
                 options = plan.options and plan.options.with_tensors_of(plain)
-            except RuntimeError:  # of a nested or sparse tensor, which has no address: the checks name it
+            except RuntimeError:  # a nested or sparse tensor has no address; the checks name it
                 plain = None
     if options is None:
         q, k, v, options = check_call(
@@ -101,7 +101,7 @@ def flash_attention(
         q, options = with_positive_scale(q, options)
         if plan is None and not dispatched:
             plan = plan_of(key_of("forward", options, q, k, v))
-        # if the plan has an engine, a call of its key has run
+        # a plan that has chosen an engine has already run a call of its key
         if (plan is None or plan.on_hopper is None) and (reason := why_not_flash(q, k, v, options)):
             raise ValueError(reason)
         if plain is not None and unchanged(plain, options):

@@ -18,28 +18,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .mask_bounds import Undecided, decided_blocks
 from .mask_visits import BLOCK, GROUP, packed, visits_and_bits
 
-MOST_TOKENS = 2**15 * BLOCK  # a block's number and how many larger ones there are share an int32
-HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of patterns
+MOST_TOKENS = 2**15 * BLOCK  # one int32 packs a block's number and the count of larger ones
+HIDDEN, FULL = -2, -1  # entries of `block_table`; the other entries are pattern numbers
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_PAIRS = 2**25  # evaluated together: 32 MiB of booleans
+_PAIRS = 2**25  # pairs evaluated at a time: 32 MiB of booleans
 
 
 class BlockMask(NamedTuple):
     """Which query sees which key, for a batch of 1 or B and for 1 or Hq heads; made by `block_mask` or `from_dense`.
 
-    The tensors are for the kernels, which trust them: a mask is never changed, another one is made.
+    The kernels trust the tensors without checks: never change a mask, make another one.
     """
 
     starts: Tensor  # (batch, heads, blocks of queries, then of keys, then groups of 192 queries, 4) int32: first visit
-    # of a full block, first of a partial one, end; and the row that has the n-th most visits among the n
-    visits: Tensor  # (1 + all, 4) int32: block, pattern; the first shows nothing, for rows without any; then those of
-    # the queries, of the keys, of the groups. Beside the n-th of a row of keys stands its n-th in the order of blocks:
-    # block + 2^16 * (how many larger blocks of keys visit that block), pattern. A group lies in two rows of blocks and
-    # has two patterns; full are its blocks where both are
+    # of a full block, first of a partial one, end; and, in row n, the row of the same kind with the n-th most visits
+    visits: Tensor  # (1 + all, 4) int32: block, pattern. The first shows nothing and serves rows without visits; then
+    # come those of the queries, the keys and the groups. For keys, columns 2 and 3 hold the row's n-th visit in block
+    # order: block + 2^16 * (how many larger blocks of keys visit that block), pattern. A group lies in two rows of
+    # blocks and has two patterns; its full blocks are those where both are full
     bits: Tensor  # (patterns, 256, 4) int32: rows of queries over keys, then rows of keys over queries. Word i has
-    # columns 2 i and 2 i + 1 of each eight, which are one thread's in a product. The first pattern is a full block's,
-    # the second shows nothing
+    # columns 2 i and 2 i + 1 of every eight, which one thread holds in a tensor-core product. Pattern 0 is that of a
+    # full block, pattern 1 shows nothing
     num_q: int
     num_k: int
 
@@ -60,13 +60,13 @@ class BlockMask(NamedTuple):
 
     @staticmethod
     def from_torch(mask: object, num_q: int | None = None, num_k: int | None = None) -> "BlockMask":
-        """Ours of torch's BlockMask with blocks of 128: its lists say what is visited, and inside a partial block its
-        mask_mod is asked, for good: what that reads may change later, the mask does not. A call does it by itself, once
-        for each mask, but not inside torch.compile.
+        """Convert torch's BlockMask with blocks of 128. Its lists say which blocks are visited. Its mask_mod is
+        evaluated once inside partial blocks: a later change of what it reads does not change the result. A call of
+        attention converts such a mask by itself, once per mask, but not inside torch.compile.
 
-        num_q, num_k: tokens, where the mask's own lengths are theirs padded to whole blocks; None: its own.
+        num_q, num_k: tokens, where the mask's own lengths are these padded to whole blocks; None: the mask's own.
 
-        Raises ValueError where it is none, or its blocks are of another size or number.
+        Raises ValueError where mask is not torch's BlockMask, or its blocks have another size or number.
         """
         if not hasattr(mask, "kv_num_blocks"):
             raise ValueError(f"mask has type {type(mask).__name__}; expected torch's BlockMask")
@@ -89,23 +89,24 @@ class BlockMask(NamedTuple):
         return {"blocks": table.numel(), "visited": int((table != HIDDEN).sum()), "partial": int((table >= 0).sum())}
 
 
-torch.serialization.add_safe_globals([BlockMask])  # tensors and two numbers: torch.load takes it
+torch.serialization.add_safe_globals([BlockMask])  # tensors and two numbers, so torch.load may accept it
 
 
 def block_mask(
     mask_mod: MaskMod, B: int | None, H: int | None, Nq: int, Nk: int, device: torch.device | str = "cuda"
 ) -> BlockMask:
-    """The mask of a function, as FlexAttention takes it.
+    """Build the mask of a function, with FlexAttention's signature.
 
     Args:
-        mask_mod: mask_mod(b, h, q, k) -> () bool, whether query q sees key k, for () int64 tensors on `device`; called
-            under `torch.vmap`, for many rows and all keys at a time. What it reads must be on `device`.
-        B, H: batch and heads, of queries, that the mask tells apart; None or 1 where it does not.
+        mask_mod: mask_mod(b, h, q, k) -> () bool, whether query q sees key k, for () int64 tensors on `device`. It is
+            called for many pairs at once, under `torch.vmap` unless mask_bounds.py can follow it. What it reads must be
+            on `device`.
+        B, H: batch size and number of query heads; None or 1 where the mask does not depend on them.
         Nq, Nk: numbers of queries and keys, both counted from 0.
-        device: where it is evaluated and kept.
+        device: where the mask is evaluated and kept.
 
-    Raises ValueError where it returns no boolean or cannot be evaluated under `torch.vmap`; for sizes below 1 or too
-    large, and a device that is not there or has no values.
+    Raises ValueError where mask_mod does not return booleans or cannot be evaluated, for sizes below 1 or too large,
+    and for a device that is not present or holds no values.
     """
     sizes = 1 if B is None else B, 1 if H is None else H, Nq, Nk
     _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))
@@ -153,10 +154,10 @@ def block_table(starts: Tensor, visits: Tensor, num_q: int, num_k: int) -> Tenso
     q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
     first, first_partial, end = starts[:, :, :q_blocks, :3].flatten(0, 2).unbind(1)
     place = torch.arange(visits.shape[0], device=visits.device, dtype=torch.int32)
-    row = torch.searchsorted(first.contiguous(), place, right=True) - 1  # the last of those that begin there has it
+    row = torch.searchsorted(first.contiguous(), place, right=True) - 1  # of rows that begin there, the last owns it
     entry = torch.where(place < first_partial[row], FULL, visits[:, 1].long())
     pairs = first.numel() * k_blocks
-    at = torch.where((place > 0) & (place < end[-1]), row * k_blocks + visits[:, 0], pairs)  # others' visits: nowhere
+    at = torch.where((place > 0) & (place < end[-1]), row * k_blocks + visits[:, 0], pairs)  # others: past the end
     table = torch.full((pairs + 1,), HIDDEN, device=visits.device).scatter(0, at, entry)
     return table[:pairs].view(*starts.shape[:2], q_blocks, k_blocks)
 
@@ -199,12 +200,12 @@ def _of_booleans(visible: Tensor) -> BlockMask:
 def _asked(
     each: MaskMod, full: np.ndarray, asked: np.ndarray, num_q: int, num_k: int, device: torch.device
 ) -> BlockMask:
-    """The mask that has full blocks, asks `each` in some, and has none elsewhere.
+    """The mask with the `full` blocks, the `asked` blocks as `each` evaluates them, and nothing visible elsewhere.
 
     each: mask_mod for tensors that broadcast.
     full, asked: (B, H, blocks of queries, blocks of keys) bool.
     """
-    if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
+    if num_k % BLOCK:  # keys past Nk are hidden, so full blocks of the last column become partial
         asked = asked.copy()
         asked[..., -1] |= full[..., -1]
     # numpy finds them three times as fast in one dimension as in four
@@ -224,7 +225,7 @@ def _asked(
             seen = each(*part[:2, :, None, None], rows[:, :, None], keys[:, None]).expand(-1, BLOCK, BLOCK)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError) as error:  # of vmap, which knows no `if` and no `and`
+        except (RuntimeError, ValueError) as error:  # of vmap, which supports neither `if` nor `and`
             reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"mask_mod cannot be evaluated ({reason}); use &, | and torch.where of tensors where it has if, and, "
@@ -253,27 +254,27 @@ def _vmapped(mask_mod: MaskMod) -> MaskMod:
 
 
 @cache
-@torch.inference_mode(False)  # whoever does not infer may come next
+@torch.inference_mode(False)  # the next caller may be outside inference mode
 def _within(device: torch.device) -> Tensor:
     return torch.arange(BLOCK, device=device)
 
 
 # ---- torch's BlockMask
 
-# torch's mask, while it lives -> (its lists and their versions, sizes, our mask): a model's layers all pass one
+# torch's mask, while it lives -> (its lists and their versions, sizes, our mask): all layers of a model pass the same
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def version_of(x: Tensor) -> int:
-    """How often it was written to; 0 of inference mode's, which do not count."""
+    """How often x was written to; 0 for inference tensors, which do not count writes."""
     return 0 if x.is_inference() else x._version
 
 
-@torch.inference_mode(False)  # whoever trains later may be given the same mask
+@torch.inference_mode(False)  # training may use the same mask later
 def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
-    """Converted once for each version of its lists, which waits for the GPU."""
+    """Convert torch's mask once for each version of its lists, which waits for the GPU."""
     lists = [(given.kv_num_blocks, given.kv_indices), (given.full_kv_num_blocks, given.full_kv_indices)]
-    # not the function itself, which may hold on to the mask
+    # not the function itself, which may reference the mask and so keep it alive
     described = id(given.mask_mod), num_q, num_k, *((id(x), x if x is None else version_of(x)) for x in sum(lists, ()))
     if (kept := _CONVERTED.get(given)) is not None and kept[0] == described:
         return kept[1]
@@ -315,7 +316,10 @@ def _check_sizes(**sizes: int) -> None:
 
 
 def _with_values(device: torch.device | str) -> torch.device:
-    """A device that PyTorch has here and that keeps values, which a mask is made from. Raises ValueError."""
+    """Check that PyTorch has the device here and that it holds values, which a mask is made from; return it.
+
+    Raises ValueError.
+    """
     with suppress(RuntimeError, AssertionError):
         if isinstance(empty := torch.empty(0, device=device), FakeTensor):
             raise ValueError("a mask is made from values, which FakeTensorMode has not; make it before")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .block_masks import BlockMask, check_block_mask
 
-# A scale or a soft-cap is multiplied and divided in float32, which ends at 1e-38 and 3e38.
+# Scales and soft-caps are multiplied and divided in float32, whose range is 1e-38 to 3e38.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
@@ -29,7 +29,7 @@ class Options(NamedTuple):
     window_right: int = -1  # how far ahead; -1: to the last key
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: off
     alibi_slopes: Tensor | None = None  # (B or documents, Hq) float32
-    sinks: Tensor | None = None  # (Hq,) float32: a score per head that has no key
+    sinks: Tensor | None = None  # (Hq,) float32: a score per head, without a key
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None  # () int64
     cu_seqlens_q: Tensor | None = None  # (documents + 1,) int32: where each document's queries start
@@ -50,7 +50,7 @@ class Options(NamedTuple):
         return self.alibi_slopes is self.sinks is self.dropout_seed is self.cu_seqlens_q is self.mask_starts is None
 
     def with_tensors_of(self, other: "Options | None") -> "Options":
-        """The same numbers with the slopes, sinks and documents of other options; None: without."""
+        """The same numbers with the slopes, sinks and documents of other options; None removes them."""
         if other is None:
             other = _NO_TENSORS
         elif other.without_tensors:
@@ -67,13 +67,13 @@ class Options(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """A block mask says who sees whom."""
+        """A block mask decides which query sees which key."""
         return self.mask_starts is not None
 
     @property
     def crowded(self) -> bool:
         """Whether the block mask, of about as many queries as keys, visits a third of its blocks or more."""
-        batch, heads, rows, _ = self.mask_starts.shape  # with n blocks of each 8/3 n rows, and 8/3 lists with a visit
+        batch, heads, rows, _ = self.mask_starts.shape  # n x n blocks: 8/3 n rows; a visited block is in 8/3 lists
         return 9 * self.mask_visits.shape[0] > batch * heads * rows**2
 
 
@@ -83,13 +83,13 @@ _NO_TENSORS = Options(False, 1.0)
 def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
     """Everything that the checks, the choice of kernels and their launches depend on, but for addresses and stream.
 
-    Calls of equal keys may replay each other's launches. `kind` distinguishes passes and overrides. Of a tensor the key
-    has shape, strides, dtype, device and whether its address is a multiple of 16, which TMA needs.
+    Calls of equal keys may replay each other's launches. `kind` distinguishes passes and overrides. For each tensor the
+    key has its shape, strides, dtype, device and whether its address is a multiple of 16, which TMA needs.
     """
     described = []
     for x in tensors:
         described += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
-    if options.masked:  # of any length: no launch depends on more of it
+    if options.masked:  # the numbers of visits and patterns may vary: no launch depends on more than `crowded`
         options = options._replace(mask_visits=options.crowded, mask_bits=None)
     if not options.without_tensors:
         options = tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in options])
@@ -110,7 +110,7 @@ def plain_options(
     """
     if type(window) is not tuple or len(window) != 2:
         return None
-    if type(window[0]) is not int or type(window[1]) is not int:  # in a key True is 1
+    if type(window[0]) is not int or type(window[1]) is not int:  # in a key True equals 1
         return None
     if not _PLAIN_TYPES.issuperset(map(type, (causal, scale, softcap, dropout_p))):
         return None
@@ -136,7 +136,7 @@ def unchanged(given: Options, checked: Options) -> bool:
 
 
 def _pair(given: object) -> tuple:
-    """(the queries', the keys') of an argument that may be one for both."""
+    """(the queries', the keys') values of an argument that may be a single one for both."""
     return given if isinstance(given, tuple) else (given, given)
 
 
@@ -187,17 +187,17 @@ def check_call(
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """What autocast makes of x. It leaves float64 alone everywhere in PyTorch, and meta does not know it."""
+    """The dtype that autocast casts x to. PyTorch never autocasts float64, and the meta device has no autocast."""
     kind = x.device.type
     cast = x.is_floating_point() and x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if cast else x.dtype
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in autocast's dtype where it is on, as in PyTorch's own attention. ValueError where one is no tensor."""
+    """q, k, v in autocast's dtype where it is on, as in PyTorch's own attention. ValueError for a non-tensor."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
-    if (kind := q.device.type) == "meta" or not torch.is_autocast_enabled(kind):  # asked once: the host's time counts
+    if (kind := q.device.type) == "meta" or not torch.is_autocast_enabled(kind):  # checked once: host time matters
         return q, k, v
     return tuple(x.to(autocast_dtype(x)) for x in (q, k, v))
 
@@ -246,7 +246,7 @@ def _number(name: str, value: object) -> float:
 
 
 def check_tensor(name: str, x: object, axes: str = "") -> None:
-    """Raises ValueError where x is no tensor or, if they are given, has not these axes, "tokens, heads, head_dim"."""
+    """Raise ValueError unless x is a dense tensor, with these axes if any are given, "tokens, heads, head_dim"."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
     if x.is_nested or x.layout != torch.strided:
@@ -256,7 +256,7 @@ def check_tensor(name: str, x: object, axes: str = "") -> None:
 
 
 def check_cu_seqlens(name: str, x: object) -> None:
-    """Raises ValueError where x has not the dtype and shape of documents' starts."""
+    """Raise ValueError where x does not have the dtype and shape of cu_seqlens, int32 (documents + 1,)."""
     check_tensor(name, x)
     if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] < 2:
         raise ValueError(
@@ -302,7 +302,7 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
 
 def _check_softcap(softcap: float, scale: float) -> float:
     softcap = _number("softcap", softcap)
-    if softcap == 0.0:  # asked first: torch.compile then takes the default as a constant, and compiles once
+    if softcap == 0.0:  # checked first: for torch.compile the default is then a constant, compiled once
         return 0.0
     if not 0.0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; it must be a positive number, or 0 for none")
@@ -352,7 +352,7 @@ def _check_dropout(p: float, seed: int | Tensor | None, device: torch.device) ->
     p = _number("dropout_p", p)
     if p == 0.0:
         return 0.0, None
-    if not 0.0 < p <= 1.0 - 2.0**-24:  # float32 rounds what is between to 1
+    if not 0.0 < p <= 1.0 - 2.0**-24:  # float32 rounds values in between to 1
         raise ValueError(f"dropout_p is {p}; it must be at least 0 and less than 1")
     if seed is None:
         return float(p), torch.randint(2**62, (), dtype=torch.int64, device=device)
@@ -371,7 +371,7 @@ def _check_dropout(p: float, seed: int | Tensor | None, device: torch.device) ->
 
 
 def _check_packing(q: Tensor, k: Tensor, cu_seqlens, max_seqlen) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); without a bound it is the number of tokens."""
+    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); a missing bound is the number of tokens."""
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen is {max_seqlen}, which needs cu_seqlens; pass both or neither")

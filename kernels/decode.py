@@ -17,9 +17,9 @@ from .ops import needs_dispatcher
 from .reference import naive_attention
 from .support import has_forward_mode, refuse_forward_mode, refuse_torch_func, why_not_hopper_kvcache, why_not_kvcache
 
-MAX_QUERIES = 16  # a row; more read a prompt, which `flash_attention` does
+MAX_QUERIES = 16  # per row; more tokens are a prompt, which `flash_attention` reads
 SMALLEST_PAGE = 16
-# of kernels/portable/decode.py: the most spans that a launch cuts into tiles, the most groups of a row's spans
+# Limits of kernels/portable/decode.py: the most spans that a launch cuts into tiles, the most groups of a row's spans.
 MAX_SPANS, MAX_GROUPS = 512, 16
 
 
@@ -63,43 +63,43 @@ def flash_attention_with_kvcache(
     """Attention of 1 to 16 new queries a row over that row's cached keys; appends k and v to the cache first.
 
     The bits of a row do not depend on the other rows, on the cache's capacity, or on the size and order of its pages.
-    Lengths are read on the device: calls that differ in them alone compile nothing, wait for nothing, and are one CUDA
-    graph. Inference only.
+    Lengths are read on the device: calls that differ only in lengths compile nothing, wait for nothing, and can share
+    one CUDA graph. Inference only.
 
     Args:
         q: (B, Hq, Nq, D) float32, bfloat16 or float16, Nq from 1 to 16, D from 16 to 256.
         k_cache, v_cache: (B, Hkv, S, D), or pages (P, Hkv, page, D) with `block_table`; q's dtype, int8 or,
             from compute capability 8.9 on, float8_e4m3fn, whose NaN a GPU reads as 480 (Triton's interpreter rounds to
-            it without the carry: half of a value that rounds to the next power of two). Both have the same strides, the
-            last one 1. Hq is a multiple of Hkv.
+            it without the carry, so a value that rounds up to a power of two becomes half of that). Both have the same
+            strides, the last one 1. Hq is a multiple of Hkv.
         k, v: (B, Hkv, Nq, D), q's dtype: the same tokens' keys and values, written after each row's last key.
-        cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length says that the
-            row is absent: it sees and writes nothing.
+        cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length marks an absent
+            row, which attends to nothing and writes nothing.
         cache_leftpad: (B,) int32: the slots before a row's first key.
-        block_table: (B, pages of a row) int32: where the pages of a row are. `page` is a power of two from 16. With a
-            window, pages that end 128 slots or more before the first key that a query sees may be gone: whatever the
-            table has of them.
-        k_scale, v_scale: of an 8-bit cache, float32: (Hkv,), a constant a head, or one a token and head, (B, Hkv, S)
-            or (P, Hkv, page). Keys are `k_cache * k_scale`. Those a token are written for the new tokens: the largest
-            magnitude over 127, or over 448.
-        causal, scale, window, softcap, alibi_slopes, sinks: as in `flash_attention`. The last query stands at the row's
-            last key.
+        block_table: (B, pages of a row) int32: the page numbers of each row. `page` is a power of two from 16. With a
+            window, pages that end 128 slots or more before the first key that a query sees may be gone; their table
+            entries may have any value.
+        k_scale, v_scale: scales of an 8-bit cache, float32: one per head, (Hkv,), or one per token and head,
+            (B, Hkv, S) or (P, Hkv, page). Keys are `k_cache * k_scale`. Scales per token are written for the new
+            tokens: the largest magnitude divided by 127 (int8) or 448 (float8).
+        causal, scale, window, softcap, alibi_slopes, sinks: as in `flash_attention`. The last query is aligned with
+            the row's last key.
         return_lse: also return the log of the softmax denominator.
         workspace: from `kvcache_workspace`; calls that may run at the same time need one each. Without it each call
             clears a new one, which is one more launch.
 
     Returns:
         O (B, Hq, Nq, D) in q's dtype, stored as (B, Nq, Hq, D). With `return_lse`, also LSE (B, Hq, Nq), float32.
-        A row longer than the capacity, with more padding than tokens, or with a page that is not one of the pool's,
-        gives NaN on a GPU, where lengths are not waited for: nothing outside the cache is read or written, for such a
-        length or padding nothing at all is written, and the workspace's first word becomes 1. On a CPU, but in Triton's
-        interpreter, it raises, and nothing is written to any row.
+        On a GPU, which is not waited for, a row longer than the capacity, with more padding than tokens, or with a page
+        outside the pool gives NaN: nothing outside the cache is read or written, a row of such a length or padding
+        writes nothing at all, and the workspace's first word becomes 1. On a CPU, except in Triton's interpreter, such
+        a row raises ValueError, and nothing is written to any row.
 
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
 
-    Source: Flash-Decoding (Dao et al., 2023). On a CPU `naive_attention_with_kvcache` runs, of any D and
-    float64, too.
+    Source: Flash-Decoding (Dao et al., 2023). On a CPU `naive_attention_with_kvcache` runs instead, which also
+    accepts any D and float64.
     """
     call = Call(q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace)
     o, lse = attend(*checked(call, causal, scale, window, softcap, alibi_slopes, sinks))
@@ -107,7 +107,7 @@ def flash_attention_with_kvcache(
 
 
 def checked(call: Call, causal, scale, window, softcap, alibi_slopes, sinks) -> tuple[Call, Options, Plan | None]:
-    """The call and its options, checked unless one of the same key was; its plan, None if it must be dispatched."""
+    """The call and its options, checked unless one of the same key was; its plan, None if checks cannot be skipped."""
     plan = options = plain = None
     if alibi_slopes is sinks is None and may_skip_checks(call):
         plain = plain_options(causal, scale, window, softcap, 0.0)
@@ -115,7 +115,7 @@ def checked(call: Call, causal, scale, window, softcap, alibi_slopes, sinks) -> 
             try:
                 plan = plan_of(decode_key(call, plain))
                 options = plan.options
-            except RuntimeError:  # of a nested or sparse tensor, which has no address: the checks name it
+            except RuntimeError:  # a nested or sparse tensor has no address; the checks name it
                 plain = None
     if options is None:
         call, options = check_kvcache_call(
@@ -141,14 +141,15 @@ def attend(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Ten
 
 
 def may_skip_checks(call: Call) -> bool:
-    """Whether the checks of a call of the same key hold for this one: no derivative, tracer or autocast asks."""
+    """Whether the checks of a call of the same key hold for this one: no derivative, tracer or autocast is active."""
     if torch.is_grad_enabled() or has_forward_mode() or needs_dispatcher(*[x for x in call if x is not None]):
         return False
     return call.q is not None and not torch.is_autocast_enabled(call.q.device.type)
 
 
 def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
-    """`key_of` a call; `tile` overrides the table's. A cache that grows by a copy keeps its key at any length."""
+    """`key_of` a call; `tile` overrides the table's. A contiguous cache without scales has one key at any length, so
+    that growing it by a copy keeps the key."""
     given = tuple([x is not None for x in call])
     k, v = call.k_cache, call.v_cache
     if not (given[1] and given[2]) or k.dim() != 4 or call.block_table is not None or call.k_scale is not None:
@@ -156,7 +157,7 @@ def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
     strides, together = k.stride(), 0
     for stride in strides[:3]:
         together |= stride
-    # what the checks and the launch ask of its shape and strides
+    # what the checks and the launch depend on in its shape and strides
     shape = k.shape[:2], k.shape[3:], k.shape[2] > 0, k.shape == v.shape, strides == v.stride(), strides[3:]
     repeated = 0 in strides, strides[2] == 0 and k.shape[2] > 1
     alike = together * k.itemsize % 16, together < 2**31, repeated, k.data_ptr() % 16 == v.data_ptr() % 16 == 0
@@ -167,10 +168,10 @@ def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
 def naive_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, **options
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What attention over a cache means: `naive_attention` of each row's keys, one row after the other.
+    """The definition of attention over a cache: `naive_attention` of each row's keys, one row after the other.
 
-    Arguments, result and errors as of `flash_attention_with_kvcache`, but any device, float64, and any head_dim. Reads
-    the lengths, so a GPU is waited for. An 8-bit cache is read as float32.
+    Arguments, result and errors as in `flash_attention_with_kvcache`, but any device, float64, and any head_dim. Reads
+    the lengths on the host, which waits for the GPU. An 8-bit cache is read as float32.
     """
     return_lse = options.pop("return_lse", False)
     tensors = [options.pop(name, None) for name in Call._fields[5:]]  # before the others are passed on
@@ -180,8 +181,8 @@ def naive_attention_with_kvcache(
 
 
 def kvcache_workspace(batch_size: int, num_heads: int, device: torch.device | str) -> Tensor:
-    """(words,) int32 zeros for calls of up to `batch_size` rows and `num_heads` query heads; calls leave them zero, but
-    for the first, which is 1 once a call had a length or page that does not fit."""
+    """(words,) int32 zeros for calls of up to `batch_size` rows and `num_heads` query heads. Calls leave them zero,
+    except the first word, which becomes 1 once a call had a length or page that does not fit."""
     return torch.zeros(_words(batch_size, num_heads), dtype=torch.int32, device=device)
 
 
@@ -230,7 +231,7 @@ def check_kvcache_call(call: Call, *, causal: bool = True, **options) -> tuple[C
     _check_cache(q, k_cache, v_cache, k_scale, v_scale)
     if k is not None:
         for name, x in (("k_cache", k_cache), ("k_scale", k_scale)):
-            written = x is not None and x.dim() > 1  # those of heads are only read
+            written = x is not None and x.dim() > 1  # scales per head are only read
             if written and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
                 raise ValueError(f"{name} has strides {x.stride()}: tokens that share memory cannot be appended to")
         for name, x in (("k", new_k), ("v", new_v)):
@@ -301,7 +302,7 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
     o, lse = tokens_first(q, head_dim), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     caches, scales = (call.k_cache, call.v_cache), (call.k_scale, call.v_scale)
     pads = [0] * batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
-    lengths, places = call.cache_seqlens.tolist(), []  # places: of each row's keys; checked before anything is written
+    lengths, places = call.cache_seqlens.tolist(), []  # places of each row's keys, checked before any write
     for row, (length, pad) in enumerate(zip(lengths, pads, strict=True)):
         if length >= 0 and not 0 <= pad <= length <= capacity - new:
             raise ValueError(
@@ -309,7 +310,7 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
                 f"the cache has room for {capacity}"
             )
         end = length + new if length >= 0 else pad
-        first = pad if options.window_left < 0 else max(pad, end - num_q - options.window_left)  # that a query sees
+        first = pad if options.window_left < 0 else max(pad, end - num_q - options.window_left)  # first visible key
         slots = torch.arange(first, max(first, end), device=q.device)
         line = torch.full_like(slots, row) if pages is None else pages[row].long()[slots // page]
         if pages is not None and not bool(((line >= 0) & (line < call.k_cache.shape[0])).all()):

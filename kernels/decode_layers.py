@@ -1,4 +1,4 @@
-"""Attention over the caches of all layers of a forward. Imports no Triton before a GPU has run it."""
+"""Attention over the caches of all layers of a forward pass. Imports Triton only when a kernel runs."""
 
 from torch import Tensor
 
@@ -7,14 +7,14 @@ from .launch import tokens_first
 
 
 class KVCacheLayers:
-    """`flash_attention_with_kvcache` in the layers of a forward, one after the other on one stream.
+    """`flash_attention_with_kvcache` in the layers of a forward pass, one after the other on one stream.
 
     attend = KVCacheLayers(cache_seqlens, cache_leftpad=..., workspace=..., causal=..., ...)
     o = attend(q, k_cache, v_cache)
 
     The first layer's checks and launch serve the next ones, whose tensors have the same shapes.
 
-    Args, of each layer: q (B, Hq, Nq, D), k_cache and v_cache (B, Hkv, S, D), which have the new tokens already.
+    Args, of each layer: q (B, Hq, Nq, D), k_cache and v_cache (B, Hkv, S, D), which already hold the new tokens.
         The others as in `flash_attention_with_kvcache`.
 
     Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D).

@@ -9,10 +9,10 @@ from functools import lru_cache
 
 import torch
 
-# Our operators' namespace in PyTorch, of which a process has one: a copy of this folder by another name has its own.
+# Our operators' namespace in PyTorch, global to the process: a copy of this folder by another name has its own.
 OPERATORS = "flashgpt" if __package__ == "kernels" else "flashgpt_" + re.sub(r"\W", "_", __package__)
 
-# Triton is made for Linux alone. Where it is missing, whatever does not need it runs.
+# Triton supports Linux only. Without it, everything that does not need it still runs.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Shared memory that one block may use, in bytes, by compute capability x 10: CUDA guide, table 30.
@@ -37,11 +37,11 @@ class GPU:
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte above which the arithmetic, not the memory, is the limit."""
+        """FLOPs per byte above which arithmetic, not memory, is the limit."""
         return self.dense_flops / self.memory_bytes_per_second
 
 
-# Matched word by word, the first that fits.
+# Matched word by word; the first match wins.
 GPUS = (
     GPU("B200", 100, 2250e12, 8.0e12),
     GPU("GH200", 90, 989.4e12, 4.0e12),
@@ -81,7 +81,8 @@ def interpreting() -> bool:
 def failure_of_triton() -> str | None:
     """What stops Triton from using this machine's GPU, in its own words, or None.
 
-    It compiles a C file before its first kernel; later, and on other machines with the same home, its cache has it.
+    Triton compiles a C file before its first kernel. Afterwards, also on other machines with the same home, the file
+    comes from its cache.
     """
     try:
         from triton.runtime import driver

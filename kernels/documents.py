@@ -38,7 +38,7 @@ def check_documents(options: Options, total_q: int, total_k: int) -> None:
 
 
 def _check_starts(of: str, starts: list[int], total: int, bound: int) -> None:
-    """of: "_q" or "_k", or nothing where they have the same starts."""
+    """of: "_q" or "_k", or empty where queries and keys have the same starts."""
     if starts[0] != 0:
         raise ValueError(f"cu_seqlens{of} starts at {starts[0]}; it must start at 0")
     if starts[-1] != total:
@@ -74,12 +74,12 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device | 
 
 
 def padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int, k_pitch: int) -> tuple[Tensor, Tensor]:
-    """cu_seqlens (queries', keys') of a padded batch whose rows lie in one row of tokens: a document a row.
+    """cu_seqlens (queries', keys') of a padded batch whose rows lie in one row of tokens, one document per row.
 
-    Built on the device and right by construction, so that nothing waits for the GPU, under torch.compile neither. What
-    is outside the ranges lies in documents without keys or without queries: such queries give 0, and cost nothing.
+    Built on the device and valid by construction, so nothing waits for the GPU, not even under torch.compile. Tokens
+    outside the ranges lie in documents without keys or without queries: such queries give 0 and cost nothing.
 
-    ranges: (4, rows) int32, of each row the first key, the keys' end, the first query, the queries' end.
+    ranges: (4, rows) int32; for each row the first key, the keys' end, the first query, the queries' end.
     q_tokens, k_tokens: the sizes of the one row.
     q_pitch, k_pitch: tokens from the start of a row to the next one's.
     """
@@ -99,7 +99,7 @@ def _padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int
     first_k, end_k = ranges[0] + rows * k_pitch, ranges[1] + rows * k_pitch
     first_q, end_q = ranges[2] + rows * q_pitch, ranges[3] + rows * q_pitch
     zero = ranges.new_zeros(1)
-    # three documents a row: the queries before it, the keys before it, the row; two more for what follows the last
+    # three documents per row: the queries before it, the keys before it, the row; two more for tokens after the last
     starts_q = torch.stack((first_q, first_q, end_q), dim=1).flatten()
     starts_k = torch.stack((torch.cat((zero, end_k[:-1])), first_k, end_k), dim=1).flatten()
     cu_seqlens_q = torch.cat((zero, starts_q, ranges.new_full((2,), q_tokens)))

@@ -1,6 +1,6 @@
-"""Two functions with the names, argument names and layout of FlashAttention's: what code written for it calls.
+"""Two functions with FlashAttention's names, argument names and layout, for code that was written for it.
 
-`scripts.export_kernels` makes them the face of a kernel for Hugging Face's `kernels`.
+`scripts.export_kernels` exports them as the public functions of a kernel for Hugging Face's `kernels`.
 """
 
 from torch import Tensor
@@ -23,9 +23,9 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """`flash_attention` of q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D): (B, Nq, Hq, D). s_aux are the sinks; the backward
-    is deterministic whatever is asked. With return_attn_probs also LSE (B, Hq, Nq) and, in the place of probabilities,
-    which never exist, None. Errors are `flash_attention`'s, in its names and layout."""
+    """`flash_attention` of q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D); returns (B, Nq, Hq, D). s_aux are the sinks. The
+    backward is deterministic whatever `deterministic` says. With return_attn_probs it also returns LSE (B, Hq, Nq), and
+    None for the probabilities, which are never stored. Errors are `flash_attention`'s, in its names and layout."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x, "batch, tokens, heads, head_dim")
     o, lse = flash_attention(
@@ -55,7 +55,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """`flash_attention_varlen` of (tokens, H, D) tensors: (tokens, Hq, D), and as above LSE (Hq, tokens)."""
+    """`flash_attention_varlen` of (tokens, H, D) tensors; returns (tokens, Hq, D) and, as above, LSE (Hq, tokens)."""
     o, lse = flash_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,

@@ -1,4 +1,4 @@
-"""What PyTorch's FlopCounterMode counts for our operators. As for PyTorch's own: every pair, whatever mask hides it."""
+"""FLOP formulas of our operators for PyTorch's FlopCounterMode. As for PyTorch's own, masked pairs count too."""
 
 import operator
 
@@ -12,9 +12,9 @@ from .device import OPERATORS
 
 
 def tell_flop_counters() -> None:
-    """Give the counters that watch this call our formulas.
+    """Register our formulas with the active FLOP counters.
 
-    To register them once, as `register_flop_formula` does, would import Triton with torch.utils.flop_counter.
+    Registering them once, by `register_flop_formula`, would import torch.utils.flop_counter and with it Triton.
     """
     if torch.compiler.is_compiling():
         return
@@ -39,7 +39,7 @@ def _pairs(q: Tensor, k: Tensor, *options) -> int:
     batch, heads, num_q, _ = q.shape
     options = Options(*options)
     if options.packed:
-        from torch.utils.flop_counter import _offsets_to_lengths  # of fake documents, whose lengths nobody knows, too
+        from torch.utils.flop_counter import _offsets_to_lengths  # also for fake documents of unknown lengths
 
         lengths_q = _offsets_to_lengths(options.cu_seqlens_q, options.max_seqlen_q)
         lengths_k = _offsets_to_lengths(options.cu_seqlens_k, options.max_seqlen_k)
@@ -51,7 +51,7 @@ def _kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k_new, v_new, seqlens: Tensor, leftpad: Tensor | None = None, *others,
     out_val,
 ) -> int:  # fmt: skip
-    """Of the keys that each row has, not of its capacity, so a GPU is waited for."""
+    """Counts the keys that each row has, not its capacity, so reading the lengths waits for the GPU."""
     no_values = isinstance(seqlens, FakeTensor) or seqlens.is_meta
     if no_values or (seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise ValueError(

@@ -20,17 +20,17 @@ from .replay import KEPT, Replay, tensors_in
 _LARGEST = 0x7FFF0000  # a tensor dimension that no coordinate here reaches
 # Where every document ends in the coordinates of a packed TMA descriptor: a power of two beyond any number of tokens.
 PACKED_ORIGIN = 2**30
-_FAR = 2**24  # elements from a token to the next with which 32 bits hold no offset inside of a tile
+_FAR = 2**24  # token strides from here on, in elements, overflow 32-bit offsets inside a tile
 
 
 class Launch(NamedTuple):
     """One launch of a kernel, as data.
 
-    arguments: the kernel's parameters in order, but for its constexprs, which `constants` names in their order. Tensors
-        stand among them as they are, inside descriptors, or inside tuples.
+    arguments: the kernel's arguments in order, except its constexprs, which `constants` names in their order. Tensors
+        appear directly, inside descriptors, or inside tuples.
     how: Triton's options: num_warps, num_stages, maxnreg, launch_cooperative_grid, launch_pdl.
-    smaller: what to launch instead where the GPU's shared memory is too small, asked with Triton's error; None where
-        nothing else is left.
+    smaller: called with Triton's error where the GPU's shared memory is too small; returns what to launch instead, or
+        None where nothing else is left.
     """
 
     kernel: object
@@ -71,12 +71,12 @@ def run(
     """Run a call's kernels, on the current stream of its tensors' GPU.
 
     The first time, `launches(**tensors)` says what to launch, and Triton compiles it. From then on the plan's kernels
-    are launched on the tensors of the same names. `launches` may use no other tensor, views included.
+    are launched on the tensors of the same names. `launches` may use no other tensors, not even views of these.
 
-    numbers: parameters of the kernels in which calls of one key differ: integers that Triton does not specialize on,
-        and `sizes_described` of descriptors.
+    numbers: kernel parameters whose values differ between calls of one key: integers that Triton does not specialize
+        on, and `sizes_described` of descriptors.
 
-    A replay needs addresses that are multiples of 16: Triton has compiled for that.
+    A replay needs addresses that are multiples of 16, because Triton compiled the kernels for such addresses.
     """
     device = next(iter(tensors.values())).get_device()
     if device >= 0 and device != torch.cuda.current_device():
@@ -92,7 +92,7 @@ def run(
         for replay in plan.replays:
             replay(stream, values)
         return None
-    # other objects, so that a tensor that was given twice still has two names
+    # new objects, so that a tensor that was passed twice still has two names
     distinct = {name: None if x is None else x.detach() for name, x in tensors.items()}
     names = {id(x): name for name, x in distinct.items()}
     replays = []
@@ -125,12 +125,12 @@ def start(launch: Launch) -> tuple[Launch, object]:
 
 
 _RECORD: list[list[Launch]] = []
-_ONE_THREAD = threading.Lock()  # Triton's interpreter keeps the grid's place in globals
+_ONE_THREAD = threading.Lock()  # Triton's interpreter keeps its place in the grid in globals
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """The list gets the launches of calls on meta tensors, which have no memory: inside, nothing is launched."""
+    """Inside, launches are appended to the list and nothing runs: for calls on meta tensors, which have no memory."""
     _RECORD.append([])
     try:
         yield _RECORD[-1]
@@ -139,7 +139,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def on_device(q: Tensor):
-    """Context that makes q's GPU current; entering one costs time, so only when another is."""
+    """Context that makes q's GPU current; it does nothing where that GPU is current, as entering one costs time."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return torch.cuda.device(q.device)
     return nullcontext()
@@ -158,7 +158,7 @@ def kernel_inputs(*tensors: Tensor) -> list[Tensor]:
 
 
 def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:
-    """q and options of the same scores with a scale > 0: the kernels scale a row's maximum instead of its scores."""
+    """q and options that give the same scores with a scale > 0: kernels scale a row's maximum instead of its scores."""
     if options.scale <= 0.0:
         q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
         options = options._replace(scale=scale)
@@ -180,7 +180,7 @@ class Switches(NamedTuple):
     """The kernels' view of the options. A field that is None is a compile-time None: its code disappears.
 
     Integers are no fields: Triton would compile again for 1 and for multiples of 16. (No kernel argument may be
-    called `options`: Triton's generated binder has a name like that.)
+    called `options`: Triton's generated binder uses that name.)
     """
 
     softcap: float | None = None
@@ -224,7 +224,7 @@ def switches_of(options: Options, given: dict[str, Tensor]) -> Switches:
 
 
 def window_bounds(options: Options, num_q: int, num_k: int) -> tuple[int, int]:
-    """(left, right) where no bound is a distance that no pair of tokens has."""
+    """(left, right); a missing bound becomes a distance that no pair of tokens has."""
     unbounded = num_q + num_k
     return (
         unbounded if options.window_left < 0 else min(options.window_left, unbounded),
@@ -243,18 +243,18 @@ def grid_tiles(num_tokens: int, block: int, cu_seqlens: Tensor | None) -> tuple[
 def heads_per_section(
     q: Tensor, k: Tensor, l2_share: float = 1 / 3, bytes_per_kv_head: int | None = None, *, uneven: bool = False
 ) -> int:
-    """How many query heads are worked on together: those whose K and V (or `bytes_per_kv_head`) fill at most this share
-    of the L2 cache, a power of two of KV heads, times the group size. `uneven`: where the cache holds K and V of all
-    heads, these, as the longest of all tiles then come first.
+    """How many query heads to process together: the largest power of two of KV heads whose K and V (or
+    `bytes_per_kv_head`) fill at most this share of the L2 cache, times the group size, and at most all. `uneven`: all
+    heads where the cache holds their K and V, so that the longest tiles of all heads come first.
 
-    flash-attention fills nearly all of it. But what a multiprocessor reads from the far half of the cache is kept in
-    both halves: with 5/6 an H200 read up to 11 times what a call's tensors have (kernels/hopper/NOTES.md).
+    flash-attention fills nearly the whole cache. But what a multiprocessor reads from its far half is kept in both
+    halves: with a share of 5/6 an H200 read up to 11 times the bytes of a call's tensors (kernels/hopper/NOTES.md).
     """
     group, heads = q.shape[1] // k.shape[1], q.shape[0] * q.shape[1]
     if bytes_per_kv_head is None:
-        # of a padded cache's view as one row (kernels/documents.py) other heads lie between a head's tokens
+        # in a padded cache viewed as one row (kernels/documents.py) other heads lie between a head's tokens
         span = 1 + sum((size - 1) * stride for size, stride in zip(k.shape, k.stride(), strict=True))
-        # of keys that all heads share there may be less than a byte each
+        # keys that all heads share may come to less than a byte per head
         bytes_per_kv_head = max(1, 2 * min(k.numel(), span) * k.element_size() // (k.shape[0] * k.shape[1]))
     cache = l2_bytes(q.device.index)
     if uneven and bytes_per_kv_head * k.shape[0] * k.shape[1] <= cache:
@@ -275,21 +275,21 @@ def tma_ready(x: Tensor) -> bool:
 
 
 def descriptor(x: Tensor, rows: int, columns: int):
-    """A TMA descriptor of x (..., N, D) that loads tiles of (rows, columns); what is outside x reads as 0, and is not
+    """A TMA descriptor of x (..., N, D) that loads tiles of (rows, columns). Elements outside x read as 0 and are not
     written."""
     shape, strides = sizes_described(x)
     return _descriptor(x, [*shape], [*strides], [1] * (x.dim() - 2) + [rows, columns])
 
 
 def sizes_described(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and strides that a TMA descriptor of x gives. A dimension of size 1 may carry any stride; the hardware
-    wants a multiple of 16 bytes."""
+    """The shape and strides in a TMA descriptor of x. A dimension of size 1 may have any stride in x; the hardware
+    requires a multiple of 16 bytes."""
     strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return tuple(x.shape), (*strides, 1)
 
 
 def packed_descriptor(x: Tensor, rows: int, columns: int):
-    """A TMA descriptor of packed rows x (1, H, N, D) that reads 0 past the end of a document, wherever it lies.
+    """A TMA descriptor of packed rows x (1, H, N, D) that reads 0 past the end of any document.
 
     The hardware clips at the tensor's edges only, so the edge is moved: the row coordinate runs up to
     PACKED_ORIGIN, where every document ends, and two more coordinates in front place that end. They are
@@ -298,7 +298,7 @@ def packed_descriptor(x: Tensor, rows: int, columns: int):
     term is a multiple of 2^64 bytes: 64-bit addresses drop it. Triton's tools/ragged_tma.py has the same trick.
     """
     _, heads, tokens, head_dim = x.shape
-    # as above, for a single head and for a single row
+    # as above, strides of a single head and of a single row
     head_stride = 16 if heads == 1 else x.stride(1)
     row_stride = padded(max(head_dim, 16)) if tokens == 1 else x.stride(2)
     return _descriptor(

@@ -1,13 +1,13 @@
-"""Which blocks of a mask are full or hidden, told from the least and the greatest values in each block.
+"""Which blocks of a mask are full or hidden, decided from the least and the greatest values in each block.
 
 The function is called once, on tensors that stand for every batch entry, head, query and key. What depends on queries
 or on keys alone, as `document[q]` does, is evaluated for each of them. Where both meet, as in
 `document[q] == document[k]`, a block keeps the bounds of its values: interval arithmetic, with False below True.
 Where an operation has no rule here, all values are possible. So a block that is decided is exact, and the others have
-to be asked.
+to be evaluated pair by pair.
 
-For example documents of 200 tokens, in blocks of 128: of the queries of block 1 the document lies in [0, 1], of those
-of block 2 it is 1, and of the keys of block 0 it is 0. So block (2, 0) is hidden, and block (1, 0) has to be asked.
+For example documents of 200 tokens, in blocks of 128: the document is in [0, 1] for the queries of block 1, 1 for those
+of block 2, and 0 for the keys of block 0. So block (2, 0) is hidden, and block (1, 0) has to be evaluated.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Undecided(Exception):
-    """The function does what is not followed here for all pairs at once."""
+    """The function does something that cannot be followed here for all pairs at once."""
 
 
 class Range(NamedTuple):
@@ -31,13 +31,13 @@ class Range(NamedTuple):
 
 
 class Bounds(Tensor):
-    """What the function sees: a () tensor, whose own value is none.
+    """What the function sees: a () tensor, whose own value means nothing.
 
     Attributes:
-        exact: (B or 1, H or 1, Nq or 1, Nk or 1) the values, where they depend on queries or on keys alone, or None.
-        axis: of these, queries' or keys', or None where they depend on neither.
-        range: in each block.
-        limit: no integer here is farther from 0.
+        exact: (B or 1, H or 1, Nq or 1, Nk or 1) the values, unless they depend on both queries and keys: then None.
+        axis: the dimension of `exact` that varies, the queries' or the keys'; None where it depends on neither.
+        range: the least and the greatest value in each block.
+        limit: the largest magnitude that an integer here can have.
     """
 
     @staticmethod
@@ -52,9 +52,9 @@ class Bounds(Tensor):
 def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device: torch.device) -> Range:
     """Whether all pairs of a block are seen, and whether any may be: (B, H, blocks of queries, blocks of keys) bool.
 
-    A function that can be followed gives the same for tensors that broadcast as for their elements one by one.
+    A function that can be followed gives the same result for tensors that broadcast as for their elements one by one.
 
-    sizes: B, H, Nq, Nk. Behind the last query and the last key stand their copies. Raises Undecided.
+    sizes: B, H, Nq, Nk. Copies of the last query and of the last key fill the last blocks. Raises Undecided.
     """
     shape, indices = _indices(tuple(sizes), block, device)
     try:
@@ -62,18 +62,18 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
             seen = mask_mod(*indices)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, IndexError, TypeError, AttributeError) as error:  # what it does wrong is said of pairs
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:  # evaluation by pairs reports the error
         raise Undecided from error
     if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
         raise Undecided
-    device = indices[0].range.low.device  # with its number
-    if any(x.dim() and x.device != device for x in seen.range):  # a () one is `_open`'s, on the CPU
+    device = indices[0].range.low.device  # with its index
+    if any(x.dim() and x.device != device for x in seen.range):  # a () bound comes from `_open`, on the CPU
         raise Undecided
     return Range(*(x.to(device).expand(shape) for x in seen.range))
 
 
 @lru_cache(8)  # for masks of documents, which are made again for each batch
-@torch.inference_mode(False)  # whoever does not infer may come next
+@torch.inference_mode(False)  # the next caller may be outside inference mode
 def _indices(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[list[int], list[Bounds]]:
     """B, H and the numbers of blocks of queries and keys; and the indices that the function is called on."""
     shape = [*sizes[:2], *(-(-size // block) for size in sizes[2:])]
@@ -105,10 +105,10 @@ class _Following(TorchFunctionMode):
         own = [x for x in args if isinstance(x, Bounds)]
         if not own or function in _PROPERTIES:
             result = function(*args, **(kwargs or {}))
-            if isinstance(result, Bounds):  # of keywords or lists, which are not looked into
+            if isinstance(result, Bounds):  # from keywords or lists, which are not inspected
                 raise Undecided
             return result
-        name = function.__name__.lstrip("_").removesuffix("__")  # `add_`, in place, keeps its own and is unknown
+        name = function.__name__.lstrip("_").removesuffix("__")  # in-place `add_` keeps its "_" and is unknown
         name = _SYNONYMS.get(name, name)
         if kwargs or name not in _KNOWN:
             raise Undecided
@@ -120,7 +120,7 @@ class _Following(TorchFunctionMode):
             if len(args) != 1 + args[0].dim() or any(getattr(x, "dtype", None) not in _INDEX for x in args[1:]):
                 raise Undecided
             dtype = args[0].dtype
-        # beside larger tensors the dtype of a () one would count for less than it does among () tensors
+        # in type promotion a () tensor counts for less beside larger tensors than it does among () tensors
         elif any(
             x.dim() or x.dtype != own[0].dtype for x in args if isinstance(x, Tensor) and not isinstance(x, Bounds)
         ):
@@ -145,7 +145,7 @@ class _Following(TorchFunctionMode):
 
 @cache
 def _dtype_of(function: Callable, *kinds: torch.dtype | type) -> torch.dtype:
-    """Of its result for () tensors, among which no larger one takes precedence, and numbers."""
+    """The dtype of the function's result for numbers and () tensors, among which no larger tensor takes precedence."""
     return function(*(torch.ones((), dtype=kind) if isinstance(kind, torch.dtype) else kind(1) for kind in kinds)).dtype
 
 
@@ -187,7 +187,7 @@ def _remainder(a: Range, n: int) -> Range:
 
 _INDEX = (torch.int64, torch.int32)
 _PROPERTIES = (Tensor.device.__get__, Tensor.dtype.__get__)
-# by the operation's name: of any dtype, of booleans, of integers, of integers and a number above 0
+# Rules by the operation's name: for any dtype, for booleans, for integers, for an integer and a number above 0.
 _COMPARED = {
     "lt": lambda a, b: Range(a.high < b.low, a.low < b.high),
     "le": lambda a, b: Range(a.high <= b.low, a.low <= b.high),
@@ -214,7 +214,7 @@ _BY_A_NUMBER = {
     "floordiv": lambda a, n: Range(a.low // n, a.high // n),
     "remainder": _remainder,
 }
-# no bounds of these, but what queries or keys alone give by them is exact
+# Operations without a rule above are exact where they depend on queries or on keys alone.
 _KNOWN = {
     *_COMPARED,
     *_LOGIC,
@@ -234,7 +234,7 @@ _SYNONYMS = {"floor_divide": "floordiv", "not": "invert"} | {
 
 
 def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | None:
-    """Those of a result; None where there is no rule."""
+    """The bounds of a result; None where there is no rule."""
     if name == "looked_up":
         return _of_table(*args)
     dtypes = {x.dtype for x in args if isinstance(x, Tensor)}
@@ -250,7 +250,7 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
         rules = _COMPARED | (_LOGIC if logic else {} if torch.bool in dtypes else _ARITHMETIC)
         if name not in rules:
             return None
-        # as a () tensor, which `_open` is, counts for less than a larger one of fewer bits
+        # in type promotion a () tensor, as of `_open`, counts for less than a larger one of fewer bits
         widest = reduce(torch.promote_types, dtypes - {torch.bool}, torch.bool)
         ranges = [_range(x) for x in args]
         if widest != torch.bool:
@@ -267,19 +267,19 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
 def _range(x: Tensor | int) -> Range:
     if isinstance(x, Bounds):
         return x.range
-    x = torch.as_tensor(x)  # of a number, on the CPU: a launch takes it as a number
+    x = torch.as_tensor(x)  # a number stays on the CPU: a launch passes it as a number
     return Range(x, x)
 
 
 def _open(dtype: torch.dtype) -> Range:
-    """Any value; of a float nothing is ever told."""
+    """Bounds that allow any value; those of floats are never read."""
     if dtype == torch.bool or dtype.is_floating_point:
         return Range(torch.tensor(False, dtype=dtype), torch.tensor(True, dtype=dtype))
     return Range(*(torch.tensor(x, dtype=dtype) for x in (torch.iinfo(dtype).min, torch.iinfo(dtype).max)))
 
 
 def _of_table(table: Tensor, *index: Tensor) -> Range | None:
-    """Its value where a block has one index; the table's bounds elsewhere."""
+    """The value looked up where a block has one index; the table's bounds elsewhere."""
     if isinstance(table, Bounds) or table.is_floating_point():
         return None
     one, places = torch.tensor(True), []
@@ -295,7 +295,7 @@ def _largest(dtype: torch.dtype) -> int:
 
 
 def _limit(name: str, dtype: torch.dtype, args: tuple) -> int:
-    """How far from 0 a result can be, from how far its operands can."""
+    """The largest magnitude that a result can have, from those of its operands."""
     largest = _largest(dtype)
     if name == "looked_up" or any(isinstance(x, float) for x in args):
         return largest

@@ -1,6 +1,6 @@
-"""The lists that kernels follow through a mask, from the table of its blocks, and the bits of partial blocks.
+"""The lists of blocks that kernels visit, made from the table of a mask's blocks, and the bits of partial blocks.
 
-The host makes the lists: a GPU would wait for each of many small launches.
+The host makes the lists: a GPU would need many small launches, and would wait for each of them.
 """
 
 from functools import cache
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
-GROUP = 192  # queries that a program of Hopper's forward takes where heads are narrow
+GROUP = 192  # queries per program of Hopper's forward where heads are narrow
 MOST_VISITS = 2**29  # places in the list of all three kinds are int32
 
-_FEW = 2**10  # patterns, 4 MiB, kept as they come: to tell equal ones apart takes a sixth of the time
-_BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
-_ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
+_FEW = 2**10  # up to so many patterns, 4 MiB, equal ones are kept: merging them takes a sixth of the time
+_BITS_OF_BYTES = 0x0102040810204080  # times a word of eight bytes of 0 or 1: the highest byte has their bits in order
+_ODD = 0x5851F42D4C957F2D  # its powers are the weights of the words in a hash
 
 
 def packed(seen: Tensor) -> Tensor:
@@ -27,14 +27,14 @@ def packed(seen: Tensor) -> Tensor:
     return highest.clone(memory_format=torch.contiguous_format).view(torch.int64)
 
 
-@torch.inference_mode(False)  # whoever trains later may be given the same mask
+@torch.inference_mode(False)  # training may use the same mask later
 def visits_and_bits(
     full: np.ndarray, asked: np.ndarray, bits: list[Tensor], num_q: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`starts`, `visits` and `bits` of a `BlockMask`.
 
     full, asked: (B, H, blocks of queries, blocks of keys) bool, never both.
-    bits: of the asked, of `packed`; some may turn out to show all or nothing.
+    bits: of the asked blocks, as `packed` returns them; some may turn out to show all or nothing.
 
     Raises ValueError where more blocks are visited than the lists can number.
     """
@@ -47,7 +47,7 @@ def visits_and_bits(
     else:
         words, total = _least_and_greatest(bits), len(bits)
         table[asked] = np.arange(2, total)
-        starts, visits = _lists(table, num_q)  # meanwhile, as if none showed all or nothing
+        starts, visits = _lists(table, num_q)  # while the GPU works, as if none showed all or nothing
         bits, numbers = _without_ends(bits, words)
         if len(bits) < total:
             table[asked] = numbers[2:]
@@ -58,7 +58,7 @@ def visits_and_bits(
 
 
 def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Of patterns (n, 2, 128, 2) those that differ, and the number among them of each of the n."""
+    """The distinct ones of patterns (n, 2, 128, 2), and for each of the n its number among them."""
     mixed = bits[:, 0].flatten(1) * _weights(_ODD, bits.device)
     hashes = (mixed ^ (mixed >> 29)).sum(1)  # unmixed, words that differ in their highest bits would cancel
     _, first, which = np.unique(hashes.cpu().numpy(), return_index=True, return_inverse=True)
@@ -67,18 +67,18 @@ def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
     first, kept = torch.from_numpy(np.concatenate((first[which], kept))).to(bits.device).split((len(which), len(kept)))
     if torch.equal(bits, bits[first]):
         return bits[kept], numbers
-    return _without_ends(bits, _least_and_greatest(bits))  # two that differ share a hash
+    return _without_ends(bits, _least_and_greatest(bits))  # two distinct patterns share a hash
 
 
 def _least_and_greatest(bits: Tensor) -> Tensor:
-    """(2, n) int64 of the words of patterns (n, 2, 128, 2)."""
+    """(2, n) int64: the least and the greatest word of each of the patterns (n, 2, 128, 2)."""
     return torch.stack(torch.aminmax(bits[:, 0].flatten(1), dim=1))
 
 
 def _without_ends(bits: Tensor, words: Tensor) -> tuple[Tensor, np.ndarray]:
-    """As `_unlike`, but of the patterns only those that show all or nothing are kept once.
+    """As `_unlike`, but merges only the patterns that show all or nothing.
 
-    words: of `_least_and_greatest`, which is waited for.
+    words: from `_least_and_greatest`; reading them waits for the GPU.
     """
     least, greatest = words.cpu().numpy()
     kept = (least != greatest) | (least < -1) | (least > 0)
@@ -91,7 +91,7 @@ def _without_ends(bits: Tensor, words: Tensor) -> tuple[Tensor, np.ndarray]:
 
 
 def _lists(table: np.ndarray, num_q: int) -> tuple[np.ndarray, np.ndarray]:
-    """`starts` and `visits` of patterns (B, H, blocks of queries, blocks of keys)."""
+    """`starts` and `visits` from the pattern numbers (B, H, blocks of queries, blocks of keys)."""
     q_blocks, k_blocks = table.shape[2:]
     visited = np.flatnonzero(table != 1)
     if len(visited) >= MOST_VISITS:
@@ -99,7 +99,7 @@ def _lists(table: np.ndarray, num_q: int) -> tuple[np.ndarray, np.ndarray]:
     row, col = np.divmod(visited, k_blocks)
     head, block = np.divmod(row, q_blocks)
     key_row, own = head * k_blocks + col, table.reshape(-1)[visited]
-    above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK  # of the two rows of blocks that a group lies in
+    above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK  # the upper of a group's two rows of blocks
     upper, lower = (table[:, :, rows].reshape(-1) for rows in (above, np.minimum(above + 1, q_blocks - 1)))
     of_groups = np.flatnonzero((upper != 1) | (lower != 1))
     group, group_col = np.divmod(of_groups, k_blocks)
@@ -107,7 +107,7 @@ def _lists(table: np.ndarray, num_q: int) -> tuple[np.ndarray, np.ndarray]:
     kinds, heads = (q_blocks, k_blocks, len(above)), table.shape[0] * table.shape[1]
     line = np.concatenate((row, heads * q_blocks + key_row, heads * (q_blocks + k_blocks) + group))
     patterns, below = (np.concatenate((own, own, of_group[of_groups])) for of_group in (upper, lower))
-    part = 2 * line + ((patterns | below) != 0)  # of a line first the full ones
+    part = 2 * line + ((patterns | below) != 0)  # full blocks come first in a line
     number = np.bincount(part, minlength=2 * heads * sum(kinds)).reshape(-1, 2)
     stops = 1 + number.cumsum().reshape(-1, 2)
     starts = np.empty((len(number), 4), np.int32)

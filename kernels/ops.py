@@ -69,8 +69,8 @@ def _run_backward(do, dlse, q, k, v, o, lse, *options) -> tuple[Tensor, Tensor, 
 def _on_hopper(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool) -> bool:
     """The one place where an engine is chosen for checked inputs.
 
-    Every engine keeps one contract: the same inputs, the same (O, LSE), the same bits each time. The backward takes O
-    and LSE from either.
+    Every engine keeps one contract: it has the same arguments, returns the same (O, LSE), and repeats its own bits on
+    every run. The backward accepts O and LSE from either.
     """
     if plan.on_hopper is None:
         plan.on_hopper = why_not_hopper(q, k, v, options, backward=backward) is None
@@ -111,7 +111,7 @@ class _Flash(torch.autograd.Function):
         options = list(ctx.options)
         for i, x in zip(ctx.tensor_options, tensors, strict=True):
             options[i] = x
-        # gradients of is_grads_batched, which the dispatcher takes apart, are plain tensors but for this
+        # gradients of is_grads_batched, which the dispatcher unbatches, look like plain tensors except for this
         batched = any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (do, dlse))
         do = torch.zeros_like(o) if do is None else do
         run = flash_bwd if batched or needs_dispatcher(q, k, v) else _backward_with_autograd  # as in `attend`
@@ -135,7 +135,7 @@ class _FlashBackward(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
-    """`flash_fwd`, but with a plan, which no call that `needs_dispatcher` has, past the dispatcher."""
+    """`flash_fwd`; with a plan, which no call that `needs_dispatcher` has, the dispatcher is skipped."""
     if plan is None:
         tell_flop_counters()
         return flash_fwd(q, k, v, *options)
@@ -145,7 +145,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, plan: Plan | None)
 def needs_dispatcher(*tensors: Tensor) -> bool:
     """Whether something must see the operator in the dispatcher: a tracer, a dispatch mode (fake tensors, selective
     checkpointing, counting FLOPs), a functorch transform, a tensor subclass."""
-    if torch.compiler.is_compiling():  # asked first: what follows cannot be traced
+    if torch.compiler.is_compiling():  # checked first: what follows cannot be traced
         return True
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return True
@@ -185,7 +185,7 @@ def _forward_with_autograd(*inputs, plan: Plan | None = None):
     try:
         return _Flash.apply(plan, *inputs)
     except RuntimeError as error:
-        if "setup_context" not in str(error):  # which torch.func's transforms ask for
+        if "setup_context" not in str(error):  # which torch.func's transforms require
             raise
         raise RuntimeError(
             "flash attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd.grad, or "

@@ -29,10 +29,10 @@ def philox(
 def keep_mask(seed: Tensor, p: float, heads: Tensor, rows: Tensor, cols: Tensor, document: int = 0) -> Tensor:
     """Which probabilities dropout keeps: bool, True with probability 1 - p; the three int64 tensors broadcast.
 
-    Queries i and i + 8 of keys j and j + 8, where i and j have bit 3 clear, are the four words of one draw.
+    The four words of one draw serve queries i and i + 8 against keys j and j + 8, where i and j have bit 3 clear.
 
     heads: batch * Hq + head (head alone where documents are packed).
-    rows, cols: query and key index, in the document where there are several.
+    rows, cols: query and key index, within the document where documents are packed.
     document: the index of its first query in the whole tensor.
     """
     words = philox(seed, cols & ~8, rows & ~8, heads, document)

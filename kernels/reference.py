@@ -21,7 +21,7 @@ def naive_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with the (Nq, Nk) scores in memory: `O = softmax(scale * Q K^T) V`, `LSE = logsumexp(scale *
-    Q K^T)`. Packed documents one after the other, in a Python loop.
+    Q K^T)`. Packed documents are computed one after the other, in a Python loop.
 
     Shapes, dtypes, options and errors as in `flash_attention`, but any device, float64, and any head_dim. Products run
     in the input dtype, the softmax in float32 (float64 for float64 inputs).
@@ -48,10 +48,10 @@ def naive_attention_varlen(
 def by_documents(
     name: str, attention, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """O and LSE by attention(q, k, v, options, first_row), called once, or for each document; None for the
-    LSE where attention gives None.
+    """O and LSE by attention(q, k, v, options, first_row), called once, or once per document. LSE is None where
+    attention returns None.
 
-    ValueError where `name`, a row of kernels/support.py, does not take these options together.
+    ValueError where `name`, a row of kernels/support.py, does not support these options together.
     """
     features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
     if reason := why_not(name, q.dtype, features):
@@ -75,8 +75,8 @@ def by_documents(
 def visible_pairs(rows: Tensor, cols: Tensor, num_q: int, num_k: int, options: Options) -> Tensor | None:
     """Which query sees which key, as booleans of rows against cols; None where all see all.
 
-    Aligned bottom-right: query i stands at key i + num_k - num_q. Of a block mask, which counts both from 0, it has two
-    more dimensions in front, batch and heads, of 1 where the mask does not tell them apart.
+    Aligned bottom-right: query i stands at key i + num_k - num_q. A block mask counts both from 0, and its booleans
+    have two more dimensions in front, batch and heads, of size 1 where the mask does not depend on them.
     """
     if options.masked:
         return pairs_of(options.mask_starts, options.mask_visits, options.mask_bits, rows, cols, num_q, num_k)
@@ -103,7 +103,7 @@ def alibi_bias(rows: Tensor, cols: Tensor, num_q: int, num_k: int, slopes: Tenso
 
 
 def kept_pairs(rows: Tensor, cols: Tensor, batch: int, heads: int, options: Options, first_row: int) -> Tensor:
-    """The dropout mask (batch, heads, rows, cols); first_row is the document's in the whole tensor."""
+    """The dropout mask (batch, heads, rows, cols); first_row is the document's first row in the whole tensor."""
     numbers = torch.arange(batch * heads, device=rows.device).reshape(batch, heads, 1, 1)
     return keep_mask(options.dropout_seed, options.dropout_p, numbers, rows, cols, first_row)
 
@@ -131,7 +131,7 @@ def _naive(
         column = options.sinks[None, :, None, None].expand(batch, heads, num_q, 1).to(scores.dtype)
         scores = torch.cat([scores, column], dim=-1)
     finite = scores
-    if options.sinks is not None:  # of a row without any key and with a sink of -inf, whose gradient is 0
+    if options.sinks is not None:  # a row without any key and with a sink of -inf has a gradient of 0
         empty = (scores == -math.inf).all(-1, keepdim=True)
         finite = scores.masked_fill(empty, 0.0)
     probs = torch.softmax(finite, dim=-1)[..., :num_k]
@@ -146,5 +146,5 @@ def _naive(
     if not return_lse:
         return o, None
     lse = torch.logsumexp(finite, dim=-1)
-    lse = lse.masked_fill(lse == math.inf, math.nan)  # of an infinite score, as a running maximum gives it: so is O
+    lse = lse.masked_fill(lse == math.inf, math.nan)  # an infinite score gives NaN, as in O and by a running maximum
     return o, lse if options.sinks is None else lse.masked_fill(empty.squeeze(-1), -math.inf)

@@ -1,8 +1,8 @@
-"""Replays of a launch, on other addresses, through Triton's C entry point.
+"""Replay a launch on other addresses, through Triton's C entry point.
 
-Triton looks at every argument and encodes every TMA descriptor at each launch. The launch path took 29 to 50
-microseconds of Python so, and takes 15 replayed (hopper/NOTES.md, "Launching"). Written for and checked with triton
-3.6: `_c_entry` reads a private name of it.
+Triton inspects every argument and encodes every TMA descriptor at each launch. That launch path took 29 to 50
+microseconds of Python; a replay takes 15 (hopper/NOTES.md, "Launching"). Written for and checked with triton 3.6:
+`_c_entry` reads one of its private names.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .launch import Launch
 
-KEPT = 512  # addresses of one descriptor, as keys of plans: beyond it a cache starts anew
+KEPT = 512  # the most plans, and the most addresses of one descriptor, in a cache; beyond it the cache is cleared
 
 
 def tensors_in(arguments: tuple) -> Iterator[Tensor]:
@@ -68,7 +68,7 @@ class Replay:
                 self._arguments.append(argument)
 
     def __call__(self, stream: int, values: dict[str, int]) -> None:
-        """Launch on a stream of the current device, on addresses, multiples of 16 bytes, and the differing numbers."""
+        """Launch on a stream of the current device; values: addresses (multiples of 16) and numbers, by name."""
         arguments = self._arguments.copy()
         arguments[3] = stream
         for name, position, place, maps in self._slots:
@@ -85,7 +85,7 @@ class Replay:
 
 
 class Repeated:
-    """Replays of a call of which only a few tensors change.
+    """Replays of a call in which only a few tensors change.
 
     The others, scratch memory among them, are shared: such calls must follow each other on one stream.
     """
@@ -97,7 +97,8 @@ class Repeated:
         self._stream = torch._C._cuda_getCurrentRawStream(self._device)
 
     def __call__(self, **others: Tensor) -> bool:
-        """Run the kernels with `others` in place of the first call's; False, and nothing runs, where that cannot be."""
+        """Run the kernels on `others` in place of the first call's tensors. Returns False, with nothing run, where an
+        address, the current device or its stream does not allow a replay."""
         values, all_bits = self._values.copy(), 0
         for name, x in others.items():
             values[name] = address = x.data_ptr()
@@ -117,7 +118,7 @@ class _TensorMaps(dict):
     def __init__(self, descriptor, description, sized: str | None):
         self._descriptor, self._description = copy(descriptor), description
         self._descriptor.base = None  # the tensor is not ours to keep
-        self._sized = sized  # the number that gives shape and strides; None: they are always the same
+        self._sized = sized  # name of the number with shape and strides; None: they never change
 
     def of(self, address: int, values: dict[str, int | tuple]):
         sizes = values[self._sized] if self._sized else None
@@ -137,7 +138,7 @@ class _TensorMaps(dict):
 
 
 class _Address:
-    """What Triton's encoder asks of a tensor."""
+    """The part of a tensor that Triton's encoder reads."""
 
     def __init__(self, address: int):
         self._address = address
@@ -147,7 +148,7 @@ class _Address:
 
 
 def _c_entry(runner):
-    """Triton's compiled launch function. For kernels with descriptors it stands behind a Python loop that encodes
+    """Triton's compiled launch function. For kernels with descriptors it is wrapped in a Python loop that encodes
     them anew at each launch."""
     launch = runner.launch
     if not hasattr(launch, "__closure__"):

@@ -34,11 +34,11 @@ FEATURES = {
     "varlen": "packed documents that do not see each other",
     "block_mask": "any mask, in blocks of 128 x 128 for 1 or B rows and 1 or Hq heads; not with causal, window, varlen",
 }
-# Part of a block mask itself, so no call may have both.
+# A block mask includes these itself, so no call may have both.
 IN_THE_MASK = ("causal", "window", "varlen")
 
 _ALL_DTYPES = frozenset(DTYPES)
-# Of tiles. Each by name: a row that has just been added to FEATURES is the definition's alone.
+# What the tiled implementations support. Each by name: a row newly added to FEATURES is supported by "naive" alone.
 _IN_TILES = frozenset(
     {
         "full", "causal", "gqa", "head_dim_v", "lse", "window", "softcap", "alibi_slopes", "sinks", "dropout",
@@ -67,7 +67,7 @@ IMPLEMENTATIONS = {
     "naive": Implementation(frozenset(FEATURES), _ALL_DTYPES, instead=TILED),
     "tiled": Implementation(_IN_TILES, _ALL_DTYPES, instead=NAIVE),
     "flash": Implementation(_IN_TILES, _ALL_DTYPES - {torch.float64}, instead=NAIVE),
-    # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
+    # PyTorch's own, as the model calls it; its dropout draws from another random stream
     "sdpa": Implementation(
         frozenset({"full", "causal", "gqa", "head_dim_v", "block_mask"}), _ALL_DTYPES, instead=f"{FLASH} or {NAIVE}"
     ),
@@ -75,7 +75,7 @@ IMPLEMENTATIONS = {
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
-# The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
+# The kernels behind "flash" that are chosen where they can run (and, in the backward, where they are faster).
 KERNELS = {
     "hopper": Implementation(
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "varlen", "block_mask"}),
@@ -92,19 +92,20 @@ KERNELS = {
 # The smallest inner dimension of a tensor-core product; beyond 256 the accumulators of one tile no longer fit the
 # register file.
 FLASH_HEAD_DIMS = range(16, 257)
-# TMA strides are multiples of 16 bytes. Tiles are 64, 128 or 256 columns wide, the rest is padding; with 32 this is
-# still faster than the portable kernels' narrower tiles, with less it was not measured.
+# TMA strides are multiples of 16 bytes. Tiles are 64, 128 or 256 columns wide, the rest is padding. At head_dim 32 this
+# is still faster than the portable kernels' narrower tiles; below 32 it was not measured.
 HOPPER_HEAD_DIMS = range(32, 257, 8)
 HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 would take 256 registers of each thread
-# Of the forward alone: with less the portable one is faster for documents and block masks (hopper/NOTES.md); with more
-# than 128, tiles are 64 keys wide, half a block of a mask.
+# For the forward alone. Below these the portable forward is faster for documents and block masks (hopper/NOTES.md);
+# above 128, tiles are 64 keys wide, half a block of a mask.
 HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
 HOPPER_CROWDED_HEAD_DIMS = (64,)  # where a mask visits many blocks, and there is no soft-cap
-# Attention over a cache: with less the tiles of 64 columns would be half empty, with more stages would not fit.
+# Attention over a cache: below these the tiles of 64 columns would be half empty, above them stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
 HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head: the rows of one wgmma
-# In 8 bits a column of a tile is two: with less, half of wgmma's 64 rows of values would be empty. Queries are columns.
+# In 8 bits a column of a tile holds two of the cache's: below these, half of wgmma's 64 rows of values would be empty.
+# Queries are columns.
 HOPPER_KVCACHE_8_BIT_HEAD_DIMS = range(80, 129, 16)  # rows of whole 16 bytes, for TMA
 HOPPER_KVCACHE_8_BIT_ROWS = 16
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
@@ -118,16 +119,16 @@ def why_not(
     device: torch.device | str | None = None,
     head_dim: int | None = None,
 ) -> str | None:
-    """Why an implementation cannot run these features together in this dtype, without any a plain call; where asked, on
-    this device and with this head_dim.
+    """Why an implementation cannot run these features together in this dtype and, where given, on this device and with
+    this head_dim; None where it can.
 
     implementation: a name of IMPLEMENTATIONS or KERNELS.
-    features: names of FEATURES.
+    features: names of FEATURES; none for a plain call.
 
     "window with dropout in float32 is not supported by NAME; use OTHER"
 
     Raises:
-        ValueError: an implementation, a feature, a dtype or a kind of device that there is not.
+        ValueError: an unknown implementation, feature, dtype or kind of device.
     """
     if isinstance(features, str):
         raise ValueError(f"features is {features!r}; expected names in a list, as [{features!r}]")
@@ -157,9 +158,9 @@ def why_not(
 
 
 def refuse_second_derivative(name: str, instead: str) -> None:
-    """RuntimeError in a backward that is to be differentiated again (create_graph): it would be a constant, in silence.
+    """RuntimeError in a backward that is to be differentiated again (create_graph): it would silently be a constant.
 
-    A compiled one PyTorch itself refuses.
+    PyTorch itself refuses a compiled one.
     """
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         raise RuntimeError(f"{name} has no second derivative: use {instead}")
@@ -168,7 +169,7 @@ def refuse_second_derivative(name: str, instead: str) -> None:
 def refuse_torch_func(name: str, instead: str, *, maps: bool = False) -> None:
     """RuntimeError inside of torch.func's transforms, whose own message is for authors of an autograd.Function.
 
-    maps: vmap is none of those.
+    maps: vmap is allowed.
     """
     if torch.compiler.is_compiling():
         return
@@ -184,7 +185,7 @@ def has_forward_mode() -> bool:
 
 
 def refuse_forward_mode(name: str, instead: str, *tensors: Tensor) -> None:
-    """RuntimeError where forward-mode derivatives (jvp) of a tensor are asked for: they would be zeros, in silence."""
+    """RuntimeError where forward-mode derivatives (jvp) of a tensor are requested: they would silently be zeros."""
     if torch.compiler.is_compiling() or not has_forward_mode():
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -193,7 +194,7 @@ def refuse_forward_mode(name: str, instead: str, *tensors: Tensor) -> None:
 
 def _head_dim_reason(implementation: str, head_dim: int) -> str | None:
     allowed = HOPPER_HEAD_DIMS if implementation == "hopper" else FLASH_HEAD_DIMS
-    # not `in`: Dynamo may have a symbol for it
+    # not `in`: under Dynamo head_dim may be a symbol
     fits = allowed.start <= head_dim < allowed.stop and (head_dim - allowed.start) % allowed.step == 0
     if fits or implementation not in ("flash", *KERNELS):
         return None
@@ -217,7 +218,7 @@ def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None
         return f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use {NAIVE}"
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return None  # a GPU elsewhere, for which a run is planned here
+            return None  # a run is planned here for a GPU elsewhere
         major, minor = capability(device.index)
         if major >= 8:
             return None
@@ -252,14 +253,14 @@ def _kvcache_device_reason(device: torch.device, cache_dtype: torch.dtype) -> st
 
 
 def why_not_flash(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why `flash_attention` cannot take this checked call."""
+    """Why `flash_attention` cannot run this checked call."""
     features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
     reason = why_not("flash", q.dtype, features, device=q.device, head_dim=q.shape[3])
     return reason or _head_dim_reason("flash", v.shape[3])
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False) -> str | None:
-    """Why the Hopper forward (or backward) does not take this checked call."""
+    """Why the Hopper forward (or backward) does not run this checked call."""
     head_dim = q.shape[3]
     features = features_of(options, q.shape[1], k.shape[1], head_dim, v.shape[3])
     if reason := why_not("hopper", q.dtype, features, head_dim=head_dim):
@@ -285,14 +286,14 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
 
 
 def _has_masked_forward(head_dim: int, options: Options) -> bool:
-    """Whether Hopper's forward takes block masks like this one."""
+    """Whether Hopper's forward runs block masks like this one."""
     if head_dim in HOPPER_CROWDED_HEAD_DIMS and options.crowded and not options.softcap:
         return True
     return head_dim in HOPPER_MASKED_HEAD_DIMS
 
 
 def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:
-    """Why `flash_attention_with_kvcache` cannot take this checked call; where no kernel runs, its definition does."""
+    """Why `flash_attention_with_kvcache` cannot run this checked call; where no kernel runs, its definition does."""
     if q.device.type == "cpu" and not interpreting():
         return None
     features = features_of(options, q.shape[1], k_cache.shape[1], q.shape[3], k_cache.shape[3])
@@ -304,7 +305,7 @@ def why_not_hopper_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, leftpad: Tensor | None,
     block_table: Tensor | None,
 ) -> str | None:  # fmt: skip
-    """Why the Hopper kernel does not take this checked call over a cache; nothing of the batch or its lengths does."""
+    """Why the Hopper kernel does not run this checked call over a cache; never because of batch size or lengths."""
     if reason := _no_hopper_device_reason(q.device):
         return reason
     head_dim, rows = q.shape[3], q.shape[1] // k_cache.shape[1] * q.shape[2]

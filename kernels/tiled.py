@@ -66,7 +66,7 @@ def _tiled(block_q: int, block_k: int):
         refuse_torch_func("tiled_attention", "naive_attention")
         # the loops are unrolled over these numbers, which a compiler must know before it traces the Function
         tiles = list(visible_tiles(q.shape[2], k.shape[2], options, block_q, block_k))
-        k, v = k.view_as(k), v.view_as(v)  # of one tensor given twice a compiled Function loses a gradient (torch 2.11)
+        k, v = k.view_as(k), v.view_as(v)  # given one tensor twice, a compiled Function loses a gradient (torch 2.11)
         return _TiledAttention.apply(q, k, v, options.sinks, options._replace(sinks=None), tiles, first_row)
 
     return attention
@@ -75,8 +75,8 @@ def _tiled(block_q: int, block_k: int):
 def visible_tiles(
     num_q: int, num_k: int, options: Options, block_q: int, block_k: int
 ) -> Iterator[tuple[slice, slice]]:
-    """(query slice, key slice) of each pair of tiles in which some query may see some key; queries are outside."""
-    if options.masked:  # tiles of any size: those that touch a block which is shown to some row of some head
+    """(query slice, key slice) of each pair of tiles where some query may see some key; queries are the outer loop."""
+    if options.masked:  # tiles of any size: those that touch a block which is visible in some batch entry and head
         table = block_table(options.mask_starts, options.mask_visits, num_q, num_k)
         shown = (table != HIDDEN).any(0).any(0).cpu()
         for q_start, k_start in itertools.product(range(0, num_q, block_q), range(0, num_k, block_k)):
@@ -94,7 +94,7 @@ def visible_tiles(
 
 
 class _Tile:
-    """One tile's scores and what the backward needs of them, (B, Hkv, G, rows, cols) each."""
+    """One tile's scores and what else the backward needs of the tile, (B, Hkv, G, rows, cols) each."""
 
     def __init__(self, q_tile: Tensor, k_tile: Tensor, rows: slice, cols: slice, sizes, options: Options, first_row):
         num_q, num_k = sizes
@@ -123,7 +123,7 @@ class _Tile:
         return kept.reshape(self.shape)
 
 
-# The backward reads them too: a tensor that is written to in between is PyTorch's error, not another gradient.
+# The backward reads these again. They are saved so that PyTorch raises where one was written to in between.
 _READ_AGAIN = ("alibi_slopes", "dropout_seed", "mask_starts", "mask_visits", "mask_bits")
 
 
@@ -144,7 +144,7 @@ class _TiledAttention(torch.autograd.Function):
         else:  # a key without a value: it is in the maximum and in the sum from the start
             running_max = sinks.to(wide).reshape(1, kv_heads, -1, 1).expand(grouped_q.shape[:-1]).clone()
             running_sum = torch.ones(grouped_q.shape[:-1], dtype=wide, device=q.device)
-        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # which knows no meta
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # no autocast on meta
             for rows, cols in tiles:
                 q_tile = grouped_q[..., rows, :].to(wide)
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))
@@ -184,7 +184,7 @@ class _TiledAttention(torch.autograd.Function):
         # dS = P * (dP - rowsum(P * dP)) and rowsum(P * dP) = rowsum(dO * O); dLSE/dS = P, so dLSE joins it
         delta = (do.to(wide) * o.to(wide)).sum(-1)
         delta = delta if dlse is None else delta - dlse
-        # exp(S - inf) = 0: rows without a visible key need no case of their own, but for a dLSE that is no number
+        # exp(S - inf) = 0: rows without a visible key need no special case, except for a dLSE that is not finite
         hidden = lse == -math.inf
         lse, delta = lse.masked_fill(hidden, math.inf), delta.masked_fill(hidden, 0.0)
         dsinks = None
@@ -195,7 +195,7 @@ class _TiledAttention(torch.autograd.Function):
         dq = torch.zeros(grouped_q.shape, dtype=wide, device=q.device)
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
         keep_scale = 1.0 / (1.0 - options.dropout_p)
-        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # which knows no meta
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # no autocast on meta
             for rows, cols in ctx.tiles:
                 q_tile, do_tile = (x[..., rows, :].to(wide) for x in (grouped_q, grouped_do))
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))

@@ -4,10 +4,10 @@ Every function takes q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), where Hq is a mu
 (B, Hq, Nq, D) in q's dtype. The causal mask is aligned bottom-right: query i sees key j when
 j <= i + Nk - Nq, so the last query always sees every key. `scale` defaults to 1 / sqrt(D).
 
-`window` (left, right) also hides keys further than that from the diagonal; -1 is no bound. A `block_mask` says all of
-it in place of `causal` and `window`. With `documents`, a `Documents`, B is 1 and tokens see only their own document.
-`dropout_p` drops probabilities by a mask that is a function of a seed drawn from torch's generator, the same for every
-backend but sdpa, which refuses it, windows and documents. kernels/support.py lists what each can do.
+`window` (left, right) also hides keys further than that from the diagonal; -1 is no bound. A `block_mask` replaces
+`causal` and `window`. With `documents`, a `Documents`, B is 1 and tokens see only their own document. `dropout_p` drops
+probabilities by a mask that is a function of a seed drawn from torch's generator and the same in every backend. sdpa
+refuses dropout, windows and documents. kernels/support.py lists what each backend can do.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ import kernels
 
 AttentionFunction = Callable[..., Tensor]
 ALL = (-1, -1)  # a window without bounds
-SHORT = 256  # tokens: of as many, scores take less memory than the rest that a block keeps for its backward
+SHORT = 256  # tokens, up to which scores take less memory than the rest of what a block keeps for its backward
 
 
 class Documents(NamedTuple):
@@ -35,12 +35,12 @@ class Documents(NamedTuple):
 class Part(NamedTuple):
     """Positions and documents of a process's tokens in rows that several processes share (training/context.py)."""
 
-    positions: Tensor  # (N,) int64: each token's, in its row or document
-    documents: Any  # as the methods of model/context.py take them
+    positions: Tensor  # (N,) int64: each token's position in its row or document
+    documents: Any  # as the methods of model/context.py accept them
 
 
 def _packing(documents: Documents | None) -> dict:
-    """The documents under the names of kernels/."""
+    """The documents as keyword arguments of kernels/."""
     return {} if documents is None else {"cu_seqlens": documents.cu_seqlens, "max_seqlen": documents.max_seqlen}
 
 
@@ -55,7 +55,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None, **options) -> Tensor:
-    """Online softmax in plain PyTorch; `block_q` and `block_k` set the tile, kernels/ its default."""
+    """Online softmax in plain PyTorch; `block_q` and `block_k` set the tile, whose default is that of kernels/."""
     return kernels.tiled_attention(q, k, v, **_packing(documents), **options)
 
 
@@ -73,8 +73,8 @@ def sdpa(
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which picks its own kernel; ValueError for window, dropout, documents.
 
-    A block mask becomes Nq x Nk booleans in memory. On a CPU short causal sequences are `_short`'s, unless
-    `sdpa_kernel` leaves out PyTorch's own formula (MATH).
+    A block mask becomes Nq x Nk booleans in memory. On a CPU short causal sequences run in `_short`, unless
+    `sdpa_kernel` excludes PyTorch's own formula (MATH).
     """
     asked = {
         "causal": causal and block_mask is not None, "window": window != ALL, "dropout": dropout_p > 0,
@@ -95,19 +95,19 @@ def sdpa(
     grouped = q.size(1) != k.size(1)
     if block_mask is not None:
         mask = block_mask.dense()
-        empty = ~mask.any(-1, keepdim=True)  # a row that sees no key is 0, where PyTorch's kernels differ
+        empty = ~mask.any(-1, keepdim=True)  # a row that sees no key gives 0; PyTorch's kernels differ there
         o = _sdpa(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
         return o.masked_fill(empty, 0.0)
     return _sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """On a CPU in float32, where its backward takes a quarter of the time that it does in 16 bits; or `_short`."""
+    """PyTorch's attention. On a CPU: `_short`, or float32, whose backward takes a quarter of the time of 16 bits."""
     if q.device.type != "cpu" or q.dtype == torch.float64:
         return F.scaled_dot_product_attention(q, k, v, **given)
     with torch.autocast("cpu", enabled=False):
         is_short = given.get("is_causal") and q.size(2) <= SHORT and q.shape == k.shape == v.shape
-        # a compiler would have to break the graph to ask what `sdpa_kernel` allows
+        # reading what `sdpa_kernel` allows would break a compiler's graph
         allowed = torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled()
         if is_short and q.dtype != torch.float16 and allowed:
             return _short(q, k, v, given["scale"])
@@ -115,11 +115,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
 
 
 def _short(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention as products of matrices, the widest that a CPU has, with the scores in memory.
+    """Causal attention as matrix products, a CPU's widest operations, with the scores in memory.
 
-    Forward and backward in bfloat16 of 32 x 128 tokens, 4 heads of 32, take 3.0 ms so and 8.9 in
-    `scaled_dot_product_attention`; of 4 x 512, 12 heads of 64, 23 and 76; of 2 x 1,024, 98 and 97. In float32 of 16 x
-    64, 4 heads of 32, 0.8 and 6.9; of 32 x 128 5.6 and 28; of 8 x 256 4.8 and 9.7; of 2 x 1,024, heads of 64, 35 and 20
+    Forward and backward in ms, here and in `scaled_dot_product_attention`: in bfloat16 3.0 and 8.9 for 32 x 128 tokens,
+    4 heads of 32; 23 and 76 for 4 x 512, 12 heads of 64; 98 and 97 for 2 x 1,024. In float32 0.8 and 6.9 for 16 x 64,
+    4 heads of 32; 5.6 and 28 for 32 x 128; 4.8 and 9.7 for 8 x 256; 35 and 20 for 2 x 1,024, heads of 64
     (two cores of an AMD EPYC of family 26, torch 2.11.0, 2026-11-27).
     """
     scale = q.size(3) ** -0.5 if scale is None else scale
@@ -167,7 +167,7 @@ def resolve_attention(
         (resolved name, reason): a key of ATTENTION and one sentence for the first lines of the run.
 
     Raises:
-        ValueError: a backend asked for by name that cannot run here. Only "auto" may choose.
+        ValueError: a backend given by name cannot run here. Only "auto" may choose another.
     """
     device = torch.device(device)
     if name not in ("auto", *ATTENTION):

@@ -1,8 +1,8 @@
-"""The KV cache: keys and values of earlier tokens, so that a step of generation computes one token a row.
+"""The KV cache: keys and values of earlier tokens, so that a step of generation computes one token per row.
 
-A layer has one line for any cache: `cache.attend(layer, q, k, v, attend)`. Before a call of the model `extend` reserves
-slots for its tokens, on the host; the call stores them and then advances the lengths, on the device, so that the same
-call can be a CUDA graph. Keys are stored after RoPE: positions never change.
+A layer has one line for any cache: `cache.attend(layer, q, k, v, attend)`. Before a call of the model, `extend`
+reserves slots for its tokens on the host. The call stores the tokens and then advances the lengths on the device, so
+that it can be replayed as a CUDA graph. Keys are stored after RoPE: positions never change.
 """
 
 import math
@@ -21,12 +21,12 @@ from model.prompts import Prompts, sent
 from model.sampling import whole
 
 ABSENT = -1  # the length of a row that is not in use
-# of keys and values with scales, by the names that programs take
+# 8-bit dtypes of keys and values, which have scales, by the names that programs accept
 EIGHT_BIT_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 class KVCache:
-    """Preallocated keys and values of every layer, contiguous for each row; rows have lengths of their own.
+    """Preallocated keys and values of every layer, contiguous for each row; each row has its own length.
 
     A row that is not in use has the length -1, and no kernel touches it.
 
@@ -35,7 +35,7 @@ class KVCache:
         num_rows: rows that can be in use at a time.
         max_tokens: the longest row.
         device: of the stored keys and values.
-        dtype: of them, the one attention runs in, or int8 or float8_e4m3fn, which have a scale for each token and head.
+        dtype: of both, the one attention runs in, or int8 or float8_e4m3fn with a scale for each token and head.
         pool: (places, tokens in each) of the storage; None: a place for each row.
     """
 
@@ -64,8 +64,8 @@ class KVCache:
         device, needed = torch.device(device), 2 * math.prod(shape) * dtype.itemsize
         try:
             if device.type == "cpu" and (free := free_bytes(device)) is not None and needed > free:
-                raise MemoryError  # there zeros take no memory until they are written to, and then end the process
-            # zeros: slots past a row's last key are loaded with it, and 0 times NaN is NaN
+                raise MemoryError  # zeros take no memory until they are written to, which then kills the process
+            # zeros: slots past a row's last key are loaded with it, and 0 times NaN would be NaN
             self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
             self.scales: list[Tensor] = []  # of keys and of values
             if dtype.itemsize == 1:
@@ -78,14 +78,14 @@ class KVCache:
             ) from error
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
-        self.in_use = torch.zeros_like(self.lengths)  # 1 for each row that is: what a token adds to its length
+        self.in_use = torch.zeros_like(self.lengths)  # 1 for each row in use: what a token adds to its length
         self.stored = [0] * num_rows  # the lengths on the host, 0 for ABSENT
-        self.reserved = [ABSENT] * num_rows  # with the slots that `extend` has reserved
+        self.reserved = [ABSENT] * num_rows  # lengths including the slots that `extend` has reserved
         self.workspace = kvcache_workspace(num_rows, config.num_heads, device)  # of attention
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
 
     def allocate(self, *rows: int) -> None:
-        """Put rows that are not in use into use, without tokens."""
+        """Put unused rows into use, without tokens."""
         for row in rows:
             self._check_row(row)
             if self.reserved[row] != ABSENT:
@@ -93,9 +93,9 @@ class KVCache:
         self._set_length(rows, 0)
 
     def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
-        """Reserve slots for `num_tokens` more tokens of each row, or for its own number of each, for the next call.
+        """Reserve slots for the next call: `num_tokens` more tokens for each row, or a number of its own for each row.
 
-        ValueError where they do not fit, and then nothing changes.
+        ValueError where they do not fit; then nothing changes.
         """
         if not isinstance(rows, Sequence):
             raise ValueError(f"rows is {rows}; give a list of row numbers")
@@ -124,11 +124,11 @@ class KVCache:
         self._set_length(rows, ABSENT)
 
     def prompts(self, rows: list[int]) -> Prompts:
-        """In place of the cache in a call of the model: reads the first tokens of some rows, packed end to end."""
+        """What replaces the cache in a call of the model that reads some rows' first tokens, packed end to end."""
         return Prompts(self, rows)
 
     def positions(self, num_rows: int, num_tokens: int) -> Tensor:
-        """Positions of new tokens, row after row: (rows * num_tokens,) int64; of one a row the lengths, int32."""
+        """Positions of new tokens, row after row: (rows * num_tokens,) int64; for one per row the lengths, int32."""
         if num_rows != len(self.reserved):
             raise ValueError(
                 f"tokens of {num_rows} rows are not for a KV cache of {len(self.reserved)}; give {num_tokens} of each "
@@ -140,7 +140,7 @@ class KVCache:
                     f"row {row} of the KV cache has room for {length - stored} more tokens, not {num_tokens}; before "
                     "the model, which stores tokens of all rows in use, call extend with it"
                 )
-        if num_tokens == 1:  # a step: no kernel more than it needs
+        if num_tokens == 1:  # a step of generation: no extra kernel
             return self.lengths
         return (self.lengths.clamp(min=0)[:, None] + torch.arange(num_tokens, device=self.lengths.device)).flatten()
 
@@ -149,9 +149,9 @@ class KVCache:
 
         Args:
             q: (1, Hq, rows * N, D); k, v: (1, Hkv, rows * N, D): N new tokens of each row, row after row.
-            attend: the model's attention; `flash` reads up to 16 tokens a row by `flash_attention_with_kvcache`, others
-                read all rows of one length at a time.
-            options: window and scale, as `attend` takes them.
+            attend: the model's attention. `flash` runs up to 16 tokens a row by `flash_attention_with_kvcache`; others
+                and longer inputs run all rows of one length at a time.
+            options: window and scale, as `attend` accepts them.
 
         Returns (1, Hq, rows * N, D); rows that are not in use give 0.
         """
@@ -184,7 +184,7 @@ class KVCache:
             self.count_stored(num_tokens)
 
     def count_stored(self, num_tokens: int) -> None:
-        """`advance` on the host alone."""
+        """The host's part of `advance`."""
         for row, length in enumerate(self.reserved):
             if length != ABSENT:
                 self.stored[row] += num_tokens
@@ -212,7 +212,7 @@ class KVCache:
         return [read_kvcache(stored, scale, places).to(dtype) for stored, scale in self._of(layer)]
 
     def _of(self, layer: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Keys and their scales, values and theirs; a scale is None where the cache has 16 or 32 bits."""
+        """(keys, their scales) and (values, their scales); scales are None where the cache has 16 or 32 bits."""
         scales = [scale[layer] for scale in self.scales] or [None, None]
         return [(self.keys[layer], scales[0]), (self.values[layer], scales[1])]
 
@@ -229,7 +229,7 @@ class KVCache:
         for row in rows:
             self.reserved[row] = length
             self.stored[row] = max(length, 0)
-        is_all = len(set(rows)) == len(self.reserved)  # then one launch; a list of some would be copied, and waited for
+        is_all = len(set(rows)) == len(self.reserved)  # then one launch; a list of rows would be copied, and waited for
         for place in [slice(None)] if is_all else rows:
             self.lengths[place].fill_(length)  # an assignment to one place waits for the GPU
             self.in_use[place].fill_(length != ABSENT)
@@ -238,9 +238,9 @@ class KVCache:
 class PagedKVCache(KVCache):
     """A KV cache in pages of one pool: rows take pages as they grow, give them back, and may share full ones.
 
-    config, num_rows, max_tokens, device, dtype: as of `KVCache`.
-    num_pages: of the pool; None: enough for all rows.
-    page: tokens in each, a power of two from 16.
+    config, num_rows, max_tokens, device, dtype: as in `KVCache`.
+    num_pages: pages in the pool; None: enough for all rows.
+    page: tokens in each page, a power of two from 16.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class PagedKVCache(KVCache):
         self.ref_counts = [0] * num_pages  # rows that use each page
         self.block_table = torch.zeros(num_rows, -(-max_tokens // page), dtype=torch.int32, device=device)
         self.row_pages: list[list[int]] = [[] for _ in range(num_rows)]
-        self.free_pages = list(range(num_pages))[::-1]  # the last is the next
+        self.free_pages = list(range(num_pages))[::-1]  # the last one is used next
 
     def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
         before = self.reserved
@@ -286,9 +286,9 @@ class PagedKVCache(KVCache):
             self.row_pages[row] = []
 
     def fork(self, source: int, target: int) -> None:
-        """Make `target`, not in use, a copy of `source`: full pages are shared, the growing one is copied.
+        """Make the unused row `target` a copy of `source`: full pages are shared, the growing one is copied.
 
-        ValueError where source has room that no call has filled: both would fill the page that they share.
+        ValueError where source has reserved slots that no call has filled: both rows would fill a page that they share.
         """
         self._check_in_use(source)
         if self.reserved[source] != self.stored[source]:
@@ -318,7 +318,7 @@ class PagedKVCache(KVCache):
         return self.block_table[rows, slots // self.page].long(), slice(None), slots % self.page
 
     def _take(self, pages_for: dict[int, int]) -> None:
-        """Give each row so many more pages, with one copy to the device for all."""
+        """Give each row the number of pages that it needs, with one copy to the device for all rows."""
         wanted = sum(pages_for.values())
         if wanted > len(self.free_pages):
             row = next(row for row, count in pages_for.items() if count)

@@ -41,10 +41,10 @@ class GPTConfig:
     tie_embeddings: bool = True  # the output head is the embedding table
     zero_init: bool = False  # output projections of attention and MLP, and an untied head, begin at zero
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
-    attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends, not for sdpa
+    attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends; not with sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it
-    mask: str | None = None  # prefix:N | bigbird:N | dilated:N, see model/masks.py; null: all before it, in its window
-    rope_base: float = 10000.0  # the rotary positions' waves are all shorter, in tokens / 2 pi
+    mask: str | None = None  # prefix:N | bigbird:N | dilated:N, see model/masks.py; null: all before it, in the window
+    rope_base: float = 10000.0  # all wavelengths of the rotary positions are below 2 pi rope_base tokens
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
     activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | selective
@@ -56,13 +56,13 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        if self.name is not None:  # it may be another than n_embd / num_heads
+        if self.name is not None:  # it may differ from n_embd / num_heads
             return _of_transformers().head_dim(self.name)
         return self.n_embd // self.num_heads
 
     @property
     def theirs(self) -> dict[str, Any] | None:
-        """Of a model of transformers, its configuration there as JSON."""
+        """The configuration in transformers, as JSON, of a model that `name` gives; None without a name."""
         return None if self.name is None else _of_transformers().described(self.name)
 
     @property
@@ -75,7 +75,7 @@ class GPTConfig:
         return self.dropout + self.attention_dropout > 0
 
     def attention_features(self, document_mask: bool = False) -> tuple[str, ...]:
-        """What the network needs of attention, in the words of kernels/support.py."""
+        """The features that the network needs of attention, by their names in kernels/support.py."""
         used = {
             "gqa": self.kv_heads != self.num_heads,
             "window": self.window is not None and self.mask is None,  # a mask holds the window
@@ -94,7 +94,7 @@ class GPTConfig:
         return 4 * self.n_embd
 
     def validate(self) -> None:
-        """Raise ValueError on the first key that cannot be; call it again after changing a field."""
+        """Raise ValueError on the first invalid key; call it again after changing a field."""
         for field in fields(self):
             kinds, value = get_args(field.type) or (field.type,), getattr(self, field.name)
             if isinstance(value, bool):
@@ -134,7 +134,7 @@ class GPTConfig:
             raise ValueError(f"model.qk_gain={self.qk_gain} must be positive and finite; 1 leaves scores as they are")
         if self.qk_gain != 1 and not self.qk_norm:
             raise ValueError(f"model.qk_gain={self.qk_gain} is of normed heads; use model.qk_norm=true, or qk_gain=1")
-        if self.name is not None:  # its sizes are its own
+        if self.name is not None:  # that model has its own sizes
             return
         if self.n_embd % self.num_heads:
             raise ValueError(
@@ -163,7 +163,7 @@ class GPTConfig:
 def resolve_model(
     config: GPTConfig, device: torch.device | str, dtype: torch.dtype, *, document_mask: bool = False
 ) -> tuple[GPTConfig, str, str]:
-    """What `config` becomes on `device`: a copy whose attention and loss are names of what will run.
+    """Resolve `config` for `device`: a copy whose attention and loss name what will run.
 
     Args:
         dtype: what attention will run in, that is the autocast type where autocast is on.
@@ -173,7 +173,7 @@ def resolve_model(
         (the copy, why this attention, why this loss); the reasons are one sentence each.
 
     Raises:
-        ValueError: an attention asked for by name that cannot run.
+        ValueError: an attention given by name that cannot run, a mask with packed documents, or fp8 that cannot run.
     """
     if config.mask is not None and document_mask:
         raise ValueError(f"model.mask={config.mask} keeps no documents apart; use data.document_mask=false")
@@ -203,7 +203,7 @@ def resolve_model(
 def build_model(
     config: GPTConfig, vocab_size: int, seq_len: int, *, device: torch.device | str, document_mask: bool = False
 ) -> nn.Module:
-    """The network of a resolved `config`: a `GPT`, or what it names in the interface of one."""
+    """The network of a resolved `config`: a `GPT`, or the named model of transformers with the interface of one."""
     if config.name is not None:
         return _of_transformers().PretrainedLM(config, vocab_size, seq_len, device=device, document_mask=document_mask)
     from model.gpt import GPT
@@ -212,7 +212,7 @@ def build_model(
 
 
 def as_described(name: str, theirs: dict[str, Any]) -> AbstractContextManager[None]:
-    """Within, models of that name are what `GPTConfig.theirs` says, from no folder, with weights still to be loaded."""
+    """Inside, models of that name are built from `GPTConfig.theirs`, from no folder; their weights are loaded later."""
     return _of_transformers().as_described(name, theirs)
 
 

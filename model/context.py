@@ -8,18 +8,19 @@ Three methods, over the attention that the model names; W is the number of ranks
     ring    chunks r, 2W - 1 - r   K and V, passed on           q, k, v, O, LSE of n tokens
 
 `heads` (DeepSpeed-Ulysses, arXiv:2309.14509) moves least and needs W to divide Hkv: a rank computes all tokens of some
-heads, so nothing is merged. It has one process's bits where a head's do not depend on how many a call has: Hopper's
-causal backward sums dQ of the last of them in another order. In `gather` a rank's queries meet all keys up to their own
-by two ordinary calls, because the causal mask is aligned bottom-right; the first and the last chunk of 2W, the second
-and the last but one and so on are as much work for each rank (zig-zag). It keeps the gathered K and V: with
-model.activation_checkpointing=full, which long sequences want anyway, they live for one layer and are gathered again
-once, where a backward that always gathers them would do it twice. `ring` (arXiv:2310.01889) never holds K and V of more
-than two ranks, for any W, and the transfer of the next block hides behind the work on this one; but each block's O is
-rounded to q's dtype before they are merged in float32, and it takes no window, documents or dropout.
+heads, so nothing is merged. Its bits are one process's where a head's bits do not depend on how many heads a call has;
+in Hopper's causal backward they do, as it sums dQ of the last heads in another order. In `gather` a rank's queries
+attend to all keys up to their own in two ordinary calls, because the causal mask is aligned bottom-right. Pairing the
+first with the last of 2W chunks, the second with the last but one and so on gives each rank equal work (zig-zag). It
+keeps the gathered K and V: with model.activation_checkpointing=full, which long sequences need anyway, they live for
+one layer and are gathered again once; a backward that always gathers them would do it twice. `ring` (arXiv:2310.01889)
+never holds K and V of more than two ranks, for any W, and the transfer of the next block overlaps with the work on this
+one; but each block's O is rounded to q's dtype before the blocks are merged in float32, and it supports no window,
+documents or dropout.
 
-Every exchange is an all-to-all or an all-gather: sums over ranks are made here, in float32 and in the order of ranks,
-so that the same W gives the same bits whatever the network's library does. Gradients of weights are those of this
-rank's tokens: the training step adds them over the group. `heads` and `gather` can be traced by torch.compile.
+Every exchange is an all-to-all or an all-gather: sums over ranks are computed here, in float32 and in the order of
+ranks, so that the same W gives the same bits whatever the communication library does. Gradients of weights are those of
+this rank's tokens: the training step adds them over the group. `heads` and `gather` can be traced by torch.compile.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,18 +60,18 @@ def _in_parts(x: Tensor, world_size: int) -> Tensor:
 
 
 def _all_to_all(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Of each (W, ...), piece w goes to rank w; returns what each rank sent here, in their order.
+    """Send piece w of each tensor (W, ...) to rank w; returns what each rank sent here, in the order of ranks.
 
-    One tensor is packed while the one before it travels.
+    One tensor is packed while the one before it is in transit.
     """
     travelling = [collectives.all_to_all_single(_packed(x), None, None, group) for x in tensors]
     return tuple(collectives.wait_tensor(x) for x in travelling)
 
 
 def _packed(x: Tensor) -> Tensor:
-    """`x.contiguous()`, eight bytes at a time where it can.
+    """`x.contiguous()`, copied eight bytes at a time where possible.
 
-    By elements of 16 bits PyTorch takes 0.127 ms in place of 0.058 (100 MB, one H200, torch 2.11.0).
+    PyTorch copies elements of 16 bits in 0.127 ms, and this way in 0.058 (100 MB, one H200, torch 2.11.0).
     """
     ratio = 8 // x.itemsize
     if torch.compiler.is_compiling() or x.is_contiguous() or x.stride(-1) != 1:
@@ -83,7 +84,7 @@ def _packed(x: Tensor) -> Tensor:
 def _all_tokens(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """(B, H, n, D) of each rank -> (B, H / W, N, D): all tokens of this rank's heads."""
     world_size = dist.get_world_size(group)
-    # tokens before heads: with B = 1 what arrives is in place
+    # tokens before heads: with B = 1 what arrives needs no copy
     pieces = [x.unflatten(1, (world_size, -1)).permute(1, 0, 3, 2, 4) for x in tensors]  # (W, B, n, H / W, D)
     return tuple(x.movedim(0, 1).flatten(1, 2).transpose(1, 2) for x in _all_to_all(group, *pieces))
 
@@ -111,8 +112,8 @@ class _Exchange(torch.autograd.Function):
 class _Keys(torch.autograd.Function):
     """kv (B, n, 2 Hkv, D) of each rank -> those of the first `end` tokens, (B, end, 2 Hkv, D), for each of `ends`.
 
-    Backward adds up the gradients in float32, within the rank and then over the ranks: one rounding a rank on the way,
-    and one at the end.
+    Backward adds up the gradients in float32, within the rank and then over the ranks, with one rounding per rank in
+    between and one at the end.
     """
 
     @staticmethod
@@ -137,7 +138,7 @@ class _Keys(torch.autograd.Function):
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send x to the next rank; returns what the one before sends, there after `collectives.wait_tensor`."""
+    """Send x to the next rank; returns what the previous one sends, complete after `collectives.wait_tensor`."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     sent, received = [0] * world_size, [0] * world_size
     sent[(rank + 1) % world_size] = received[(rank - 1) % world_size] = x.numel()
@@ -165,8 +166,8 @@ def heads(
     Args:
         attend: the attention of one process.
         q, k, v: (B, Hq, n, D), (B, Hkv, n, D) twice, this rank's piece; W divides Hkv.
-        causal, window, scale, dropout_p: as `attend` takes them. Dropout draws this rank's seed: the ranks' random
-            streams must differ.
+        causal, window, scale, dropout_p: as `attend` accepts them. Each rank draws its own dropout seed: the ranks'
+            random streams must differ.
         documents: of the whole row of N tokens; B is 1.
 
     Returns (B, Hq, n, D). Raises ValueError where W does not divide Hkv.
@@ -196,8 +197,8 @@ def gather(
 ) -> Tensor:
     """Attention of zig-zag parts: each rank gathers K and V, and attends with its two chunks of queries.
 
-    Args and returns as `heads`, for any W; `documents` of each chunk, by `documents_of_chunks`. Raises ValueError for a
-    window or documents that are not causal.
+    Args and returns as `heads`, for any W; `documents` are those of each chunk, from `documents_of_chunks`. Raises
+    ValueError for a window or documents without causal.
     """
     if not causal and (window != ALL or documents is not None):
         raise ValueError("parallel.context_method=gather needs causal=True with a window or documents")
@@ -216,8 +217,8 @@ def gather(
 def documents_of_chunks(cu_seqlens: Tensor, tokens: int, rank: int, world_size: int) -> tuple[Documents, Documents]:
     """The documents of `gather` in a row of N = `tokens`: for each chunk of a rank, those of its queries and keys.
 
-    cu_seqlens: (documents + 1,) int32 of the whole row. A document ends for queries and keys where the chunk ends, so
-    that its last query still sees its last key; those before the chunk have keys and no queries.
+    cu_seqlens: (documents + 1,) int32 of the whole row. Queries and keys of a document end where the chunk ends, so
+    that its last query still sees its last key. Documents before the chunk have keys and no queries.
     """
     size = tokens // (2 * world_size)
     return tuple(
@@ -242,8 +243,8 @@ def ring(
     """Attention of zig-zag parts: K and V travel around the ring, and each rank merges its blocks by their LSE.
 
     torch.compile must not trace it: each transfer would be waited for at once, and torch 2.11 gave wrong gradients.
-    Args and returns as `heads`, for any W. `attend` also takes `return_lse`; scale is positive. Raises ValueError for
-    what it cannot do: window, documents, dropout.
+    Args and returns as `heads`, for any W. `attend` must also accept `return_lse`. Raises ValueError for a window,
+    documents, dropout or a scale that is not positive.
     """
     if window != ALL or documents is not None or dropout_p:
         remedy = "use parallel.context_method=heads or gather"
@@ -255,7 +256,7 @@ def ring(
 
 
 class _Ring(torch.autograd.Function):
-    """Keeps q, k, v, O and LSE of the rank. K and V travel in both passes, and dK, dV with them in the second."""
+    """Saves q, k, v, O and LSE of the rank. K and V travel in both passes, and dK, dV with them in the backward."""
 
     @staticmethod
     def forward(ctx, q, kv, group, attend, causal, scale):
@@ -265,7 +266,7 @@ class _Ring(torch.autograd.Function):
             arriving = None if is_last else _pass_on(kv, group)
             block = attend(q[:, :, rows], *_heads_first(kv[:, cols]), causal=masked, scale=scale, return_lse=True)
             if o is None:  # the rank's own keys, which all its queries see
-                o, lse = (x.to(block[1].dtype, copy=True) for x in block)  # selective checkpointing keeps what it saw
+                o, lse = (x.to(block[1].dtype, copy=True) for x in block)  # selective checkpointing keeps x itself
             else:
                 _merge(o[:, :, rows], lse[:, :, rows], *block)
             kv = None if is_last else collectives.wait_tensor(arriving)
@@ -285,7 +286,7 @@ class _Ring(torch.autograd.Function):
             ours = (x[:, :, rows] for x in (do, q, o, lse))
             block = gradients(attend, *ours, *_heads_first(kv[:, cols]), causal=masked, scale=scale)
             dq[:, :, rows] += block[0]
-            dkv = collectives.wait_tensor(dkv)  # it was on its way during the block
+            dkv = collectives.wait_tensor(dkv)  # it was in transit during the block
             dkv[:, cols] += _tokens_first(*block[1:])
             dkv = _pass_on(dkv, group)
             kv = None if is_last else collectives.wait_tensor(arriving)
@@ -296,8 +297,8 @@ class _Ring(torch.autograd.Function):
 def _blocks(group: dist.ProcessGroup, causal: bool, tokens: int) -> Iterator[tuple[slice, slice, bool, bool]]:
     """For each step of the ring: the rows of q, the columns of k, whether their mask is causal, whether it is the last.
 
-    Of another rank's two chunks the causal mask shows all or nothing: of an earlier rank the first one to all queries,
-    of a later rank both to the second chunk of queries.
+    The causal mask shows another rank's chunks wholly or not at all: an earlier rank's first chunk to all queries, and
+    a later rank's two chunks to the second chunk of queries.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     everything = slice(0, tokens)
@@ -316,7 +317,7 @@ def _merge(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
 
 
 def _flash_gradients(_, do, q, o, lse, k, v, *, causal, scale) -> tuple[Tensor, ...]:
-    """dQ, dK, dV of a block, by the kernels' backward: it takes O and LSE of whole rows."""
+    """dQ, dK, dV of a block, by the kernels' backward, which is given O and LSE of whole rows."""
     backward = torch.ops.flashgpt.flash_bwd.default
     return backward(do, None, q, k, v, o, lse, causal, scale)[:3]
 
@@ -338,7 +339,7 @@ METHODS: dict[str, Callable[..., Tensor]] = {"heads": heads, "gather": gather, "
 
 
 def _chunk_ends(rank: int, world_size: int, tokens: int) -> tuple[int, int]:
-    """Where the rank's two chunks of the 2W end."""
+    """The ends of the rank's two chunks of the 2W."""
     size = tokens // (2 * world_size)
     return (rank + 1) * size, (2 * world_size - rank) * size
 

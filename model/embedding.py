@@ -1,8 +1,8 @@
-"""Looking up rows of a table, with a gradient that has the same bits each time.
+"""Looking up rows of a table, with a gradient whose bits are the same in every run.
 
 A token that occurs often has many gradients to add up in its row. A compiler adds them with atomics, in whatever order
-the threads arrive, and two runs of the same step part in their last bits (seen with Inductor on a CPU). PyTorch's own
-backward sorts the tokens first; behind an operator of ours it stays what is run under torch.compile as well.
+the threads arrive, and two runs of the same step differ in their last bits (seen with Inductor on a CPU). PyTorch's own
+backward sorts the tokens first; behind an operator of ours it also runs under torch.compile.
 """
 
 import torch
@@ -21,7 +21,7 @@ def embed(tokens: Tensor, table: Tensor) -> Tensor:
 @torch.library.custom_op("flashgpt::embedding_bwd", mutates_args=())
 def embedding_bwd(do: Tensor, tokens: Tensor, rows: int) -> Tensor:
     """The gradient of a table of `rows` rows, (rows, C), from that of the rows looked up, (..., C)."""
-    # where few rows are looked up often, PyTorch 2.11 adds with atomics on a GPU too, unless it is asked not to
+    # where few rows are looked up often, PyTorch 2.11 adds with atomics on a GPU too, unless it is told not to
     mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,9 +1,9 @@
 """Linear layers whose products run in 8 bits while they train: `model.fp8`.
 
 Forward and both backward products multiply e4m3 (inputs, weights) and e5m2 (gradients) tensors, each with one scale for
-the whole tensor, taken from its largest entry at that call (Micikevicius et al., arXiv:2209.05433; section 3 of
+the whole tensor, computed from its largest entry at that call (Micikevicius et al., arXiv:2209.05433; section 3 of
 arXiv:2310.18313 on one scale a tensor). Sums are in float32, but those of the forward keep 14 bits on Hopper. Weights,
-their gradients and checkpoints stay float32, and evaluation and sampling multiply as without it.
+their gradients and checkpoints stay float32, and evaluation and sampling do not use 8 bits.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ FP8 = ("none", "mlp", "all")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of every side of a product in 8 bits
 OLDEST = (8, 9)  # Ada, the first compute capability with such products
-LEAST = 1e-12  # a tensor of zeros has a scale too
+LEAST = 1e-12  # so that a tensor of zeros has a scale too
 
 
 def use_fp8(model: nn.Module, which: str) -> None:
@@ -31,7 +31,7 @@ def why_no_fp8(device: torch.device | str) -> str | None:
     device = torch.device(device)
     if device.type != "cuda":
         return f"a {device.type.upper()} has none"
-    # with none here, it is a GPU elsewhere, of which a forecast is made
+    # without a GPU here, a forecast is made for a GPU elsewhere
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < OLDEST:
         return f"{torch.cuda.get_device_name(device)} is older than sm_{OLDEST[0]}{OLDEST[1]}"
     return None
@@ -74,14 +74,14 @@ class Products8(torch.autograd.Function):
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(q, scale) with q * scale about x; scale is 0-d float32. What is not finite in x is not finite in q."""
+    """(q, scale) with q * scale about x; scale is 0-d float32. Entries that are not finite stay so in q."""
     largest = torch.finfo(dtype).max
     scale = x.abs().amax().float().clamp(min=LEAST) / largest
     return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
 
 
 def transposed(x: Tensor) -> Tensor:
-    """A copy: products in 8 bits read both operands along the sum."""
+    """The transpose, as a copy: products in 8 bits read both operands along the dimension of the sum."""
     return x.t().contiguous()
 
 

@@ -17,9 +17,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that the machine, this process's control group and each group above it leave; None without /proc.
+    """The least of the bytes that the machine, this process's control group and each group above it leave free.
 
-    File caches count as free, because the kernel drops them first. Swap does not count. `root` holds proc/ and sys/.
+    None without /proc. File caches count as free, because the kernel drops them first. Swap does not count. `root`
+    holds proc/ and sys/.
     """
     try:
         machine = (root / "proc/meminfo").read_text()

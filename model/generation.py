@@ -1,8 +1,8 @@
-"""Text generation with continuous batching: many sequences at a time, one token of each a step.
+"""Text generation with continuous batching: many sequences at a time, one token per sequence and step.
 
 Sequences queue for a row of a paged KV cache. Prompts that get a row at the same time are read in one call, end to end
-without padding; samples of one prompt share its pages. Each step then is the same work whatever the rows hold, so that
-on a GPU it is one CUDA graph: the model's call, the choice of tokens, their copy into the next call's input. The host
+without padding; samples of one prompt share its pages. Every step is then the same work whatever the rows hold, so on a
+GPU it is one CUDA graph: the model's call, the choice of tokens, their copy into the next call's input. The host
 reads a step's tokens while the next step runs; when a sequence ends, its row goes to the next one in the queue.
 """
 
@@ -31,7 +31,7 @@ from model.sampling import check_sampling, choose_next_token, whole
 
 PAGE = 128  # tokens: a tile of the decode kernel is in one page
 PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
-UNASKED = 2**26  # bytes that any machine has: to ask takes a millisecond
+UNASKED = 2**26  # bytes that any machine has free; asking takes a millisecond
 Drawn = list[tuple[int, int]]  # (sequence, token)
 COMPILED: set[tuple] = set()  # kinds of steps that have run in this process, whose kernels a capture finds compiled
 
@@ -54,34 +54,34 @@ def generate(
     """Continue prompts of any lengths, yielding tokens as they are drawn.
 
     When a context reaches the model's seq_len (a model of transformers: its longest), its last half is prefilled again
-    and generation continues; of a longer prompt the last seq_len tokens count. The text of a sequence depends on its
+    and generation continues; of a longer prompt only the last seq_len tokens are read. A sequence's text depends on its
     prompt, the seed, num_samples and the number of its sample, not on the other prompts, up to the rounding of the
     logits. Random numbers come from this call's own generator, and the model is copied to the dtype it would run in now
     (weights already in it are shared), so generating in the middle of training changes nothing. On CUDA a model in eval
-    mode whose weights have that dtype and need no gradient keeps the call's CUDA graph, for the next one of these sizes
-    and options.
+    mode whose weights have that dtype and need no gradient keeps the call's CUDA graph for the next call of the same
+    sizes and options.
 
     Args:
-        model: of a compiled one the model itself runs.
-        prompts: of each the ids to continue, at least one; lists, or tensors or arrays of one dimension.
+        model: of a compiled model the uncompiled one runs.
+        prompts: the ids to continue, at least one per prompt; each a list, or a tensor or array of one dimension.
         max_new_tokens: how many tokens to add to each sequence.
         temperature, top_k, top_p: as in `choose_next_token`.
-        seed: of the draws, the same for each prompt.
+        seed: of the random draws, the same for each prompt.
         num_samples: continuations of each prompt; sequence i is sample i % num_samples of prompt i // num_samples.
-        stop_token: a sequence that has drawn it ends.
+        stop_token: a sequence ends once it has drawn this token.
         batch_size: the most sequences that are continued at a time.
-        cache_dtype: of keys and values: None, as attention; int8 and float8_e4m3fn take half the room.
+        cache_dtype: dtype of keys and values; None: attention's. int8 and float8_e4m3fn take half the memory.
 
     Yields:
-        What a step, or the prefill of prompts, has drawn: (sequence, token) of each sequence that is not finished.
+        The tokens that a step, or a prefill of prompts, has drawn: (sequence, token) of each unfinished sequence.
 
     Raises:
-        ValueError: an impossible option or one that the memory does not hold, at the call and not at the first token.
+        ValueError: an impossible option or one that memory cannot hold, at the call and not at the first token.
     """
     check_sampling(temperature, top_k, top_p)
     if not hasattr(prompts, "__iter__"):
         raise ValueError(f"prompts is {prompts!r}; give a list of prompts, each a list of ids")
-    prompts, contexts = list(prompts), []  # arrays: a list of as many ids would keep a GPU waiting
+    prompts, contexts = list(prompts), []  # arrays: lists of the ids would keep a GPU waiting
     for number, prompt in enumerate(prompts):
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()  # of a tensor, or of NumPy
@@ -114,14 +114,14 @@ def generate(
             f"num_samples={num_samples} of max_new_tokens={max_new_tokens} are drawn with {needed / 2**30:.2f} GiB of "
             f"random numbers and {free / 2**30:.2f} GiB are free; use fewer"
         )
-    sequences = (  # made as they are begun: there may be many
+    sequences = (  # made only when they begin: there may be many
         Continuation(number * num_samples + sample, sample, context)
         for number, context in enumerate(contexts)
         for sample in range(num_samples)
     )
     draws = torch.Generator("cpu").manual_seed(seed)
     uniform = torch.rand(max_new_tokens, num_samples, dtype=torch.float64, device="cpu", generator=draws)
-    # as Python's numbers: what captured steps do is told apart by how these are written
+    # as Python's numbers: their repr distinguishes captured steps
     choose = partial(
         choose_next_token,
         temperature=float(temperature),
@@ -151,7 +151,7 @@ class Continuation:
     """A sequence that is being generated."""
 
     number: int
-    sample: int  # which of its prompt's
+    sample: int  # which sample of its prompt
     context: array  # ids to prefill; samples of a prompt share one array
     new: list[int] = field(default_factory=list)  # tokens generated since, as far as they have reached the host
     drawn: int = 0  # tokens launched on the device
@@ -170,7 +170,7 @@ class Generation:
     """The scheduler: which sequence has which row of the cache, and the launch of each step.
 
     model: in the dtype to run in.
-    state: of the model, no row in use.
+    state: the model's, with no row in use.
     choose: (logits (S, V), uniform (S,), or None where the state has none, out=) -> tokens (S,), as in
         `choose_next_token`.
     stop_token, max_new_tokens: as in `generate`.
@@ -189,10 +189,10 @@ class Generation:
         self.row_sequences: list[Continuation | None] = [None] * len(self.cache.reserved)
         self.on_cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
-        # other attentions, those of `attend_with` too, read lengths on the host; hooks and counters see no replay
+        # other attentions, also those of `attend_with`, read lengths on the host; hooks and counters see no replay
         plain = all(can_fuse(block) and block.attention.attend is flash for block in model.blocks)
         plain = plain and is_ours(model) and not hooked(model)
-        # inference mode spares the host a fifth of a view or product; but hooks may keep what they see, for a gradient
+        # inference mode saves a fifth of the host's time for a view or product; but hooks may keep them for a gradient
         self.without_gradient = torch.inference_mode if plain else torch.no_grad
         self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(state.tokens)
         cache, greedy = self.cache, state.uniform is None
@@ -200,7 +200,7 @@ class Generation:
         self.kind = str((model.config, choose, greedy)), model.compute_dtype, cache.keys.dtype, self.device, *sizes
 
     def run(self, sequences: Iterator[Continuation]) -> Iterator[Drawn]:
-        """Continue the sequences until all have ended, or whoever asked for them wants no more."""
+        """Continue the sequences until all have ended or the caller closes the iterator."""
         with suppress(GeneratorExit):
             yield from self._run(sequences)
         if self.state.graph is not None:
@@ -209,11 +209,11 @@ class Generation:
     def _run(self, sequences: Iterator[Continuation]) -> Iterator[Drawn]:
         waiting, in_flight, num_rows = deque(), deque(), len(self.row_sequences)
         while True:
-            # one more than there are rows, so that none is waiting only where none is left
+            # one more than there are rows, so that `waiting` is empty only where no sequence is left
             waiting.extend(islice(sequences, max(0, num_rows + 1 - len(waiting))))
             if waiting and None in self.row_sequences:
                 in_flight.append(self._read_prompts(waiting))
-            if self.state.graph is None:  # the next launch compiles or captures, so hand tokens over before it
+            if self.state.graph is None:  # the next launch compiles or captures, so yield tokens before it
                 yield from self._drain(in_flight, 0)
             rows = [row for row, sequence in enumerate(self.row_sequences) if sequence]
             full = [row for row in rows if self.cache.reserved[row] == self.cache.max_tokens]
@@ -258,7 +258,7 @@ class Generation:
         prompts = self.cache.prompts(readers)
         ids = sent(torch.frombuffer(tokens, dtype=torch.int64), self.device)
         logits = self._logits(ids[None], prompts)[0]  # (readers, V)
-        # what does not matter to the prompts, while a GPU reads them
+        # work that the prompts do not depend on, while a GPU reads them
         state = self.state
         if self.uses_graphs and state.captured != self._what_a_graph_holds():
             state.graph = None
@@ -278,14 +278,14 @@ class Generation:
 
     @torch.no_grad()
     def _launch(self, rows: list[int]) -> Step:
-        """One more token of each row in use."""
+        """Launch one more token of each row in use."""
         self.cache.extend(rows, 1)
         state = self.state
         if self.uses_graphs and self.kind in COMPILED:
             if state.graph is None:
                 try:
                     state.graph = self._captured()
-                except torch.OutOfMemoryError:  # during a capture the allocator gives back nothing that it has cached
+                except torch.OutOfMemoryError:  # during a capture the allocator frees none of its cached memory
                     torch.cuda.empty_cache()
                     state.graph = self._captured()
                 state.captured = self._what_a_graph_holds()
@@ -307,13 +307,13 @@ class Generation:
             state.drawn += 1
 
     def _wait_for_copy(self) -> None:
-        """Before the newest tokens are written over: their copy to the host runs beside what came after them."""
+        """Wait before the newest tokens are overwritten: their copy to the host runs beside later work."""
         if self.state.copied:
             self.state.copied.wait(torch.cuda.current_stream(self.device))
 
     def _what_a_graph_holds(self) -> tuple:
-        """All by which captured steps differ: what they do, and where what they read and write is, but for what the
-        state keeps. Kept as long as we are, should the model be given other weights meanwhile."""
+        """What captured steps depend on: their operations, and the addresses outside the state that they access.
+        This object keeps these tensors alive, in case the model gets other weights meanwhile."""
         model, cache = self.model, self.cache
         tensors = [model.embedding.weight, model.cos, model.sin, cache.keys, cache.values, *cache.scales]
         tensors += [] if model.head is None else [model.head.weight]
@@ -324,17 +324,17 @@ class Generation:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        # cuBLAS keeps a workspace for each stream: one of this graph's memory, and for it alone
+        # cuBLAS keeps a workspace for each stream: the graph gets its own, in its own memory
         torch._C._cuda_clearCublasWorkspaces()
-        gc.disable()  # a model that is gone would give memory back, which no capture survives
+        gc.disable()  # collecting a dead model would free memory, which breaks a capture
         try:
-            with torch.cuda.stream(torch.cuda.Stream(self.device)):  # nothing runs on it, so nobody waits for it
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):  # nothing runs on it, so nothing waits for it
                 # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self._step()
                 except BaseException:
-                    with suppress(RuntimeError):  # that the capture has failed
+                    with suppress(RuntimeError):  # it says that the capture has failed
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -345,7 +345,7 @@ class Generation:
         return graph
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
-        with self.without_gradient(), torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
+        with self.without_gradient(), torch.autocast(self.device.type, enabled=False):  # weights have its dtype already
             return self.model(tokens, kv_cache=cache)
 
     def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor, out: Tensor | None = None) -> Tensor:

@@ -42,8 +42,8 @@ class CausalSelfAttention(nn.Module):
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.norm_eps = NORM_EPS if config.qk_norm else None
         self.scale = None if config.qk_gain == 1 else config.qk_gain * self.head_dim**-0.5  # None: attention's own
-        self.layer = layer  # our place in the KV cache
-        self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
+        self.layer = layer  # index in the KV cache
+        self.window = (-1 if config.window is None else config.window - 1, -1)  # the causal mask bounds the right
         self.dropout_p = config.attention_dropout
         self.pattern: Pattern | None = None  # of model.mask, in place of causal and window
         self.attend = attend
@@ -71,7 +71,7 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         """Attention between its two projections: (B, N, (Hq + 2 Hkv) D) -> (B, N, C); cos is None after RoPE.
 
-        overwrite: nobody else reads qkv.
+        overwrite: qkv may be overwritten, as nothing else reads it.
         """
         B, N, _ = qkv.shape
         qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
@@ -92,7 +92,7 @@ class CausalSelfAttention(nn.Module):
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GPT-2's, with a tanh. A compiler's tanh takes longer than moving x; (1 + tanh(y)) / 2 is the sigmoid of 2 y."""
+    """GPT-2's GELU by tanh. A compiler's tanh takes longer than moving x; (1 + tanh(y)) / 2 is the sigmoid of 2 y."""
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
     wide = x.float()
@@ -140,7 +140,7 @@ class Block(nn.Module):
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        if kv_cache is None and self.recompute in ("full", "selective"):  # pointwise: a part of the MLP alone
+        if kv_cache is None and self.recompute in ("full", "selective"):  # pointwise: only a part of the MLP
             keep = self.costly_products() if self.recompute == "selective" else None
             return recompute(self.compute, x, cos, sin, None, documents, keep=keep)
         return self.compute(x, cos, sin, kv_cache, documents)
@@ -153,7 +153,7 @@ class Block(nn.Module):
         return x  # (B, N, C)
 
     def costly_products(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of the products whose results activation_checkpointing=selective keeps beside attention's.
+        """(inputs, outputs) of the products whose results activation_checkpointing=selective keeps besides attention's.
 
         Keeping a tensor costs bytes and saves the FLOPs of computing it again. For a token and layer in 16 bit:
 
@@ -164,9 +164,9 @@ class Block(nn.Module):
             up             8C^2          8C      C
             down           0             2C      0      no block's backward reads it
 
-        Of equals the narrow products are kept: they are bound by memory sooner, so they take longer a FLOP. With
-        attention's O, qkv and out a token and layer keeps 14C bytes, its input x among them, and computes 8C^2 FLOPs
-        again. With up kept too it would be 22C and none; `full` keeps 4C and computes all 16C^2 and attention again.
+        Of equals the narrow products are kept: they are memory-bound sooner, so they take longer per FLOP. With
+        attention's O, qkv and out, a token and layer keeps 14C bytes, including its input x, and recomputes 8C^2 FLOPs.
+        With up it would keep 22C and recompute none; `full` keeps 4C and recomputes all 16C^2 and attention.
         """
         attention = self.attention
         width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
@@ -233,7 +233,7 @@ class GPT(nn.Module):
             for block in self.blocks:
                 block.attention.pattern = pattern
         self.to(device)
-        self.register_load_state_dict_post_hook(GPT.make_tables)  # of weights that took the place of others, on meta
+        self.register_load_state_dict_post_hook(GPT.make_tables)  # for weights that replaced those on meta
 
     def _apply(self, *arguments, **options) -> "GPT":
         """What `to`, `half`, `to_empty` and the like do to each tensor."""
@@ -246,17 +246,17 @@ class GPT(nn.Module):
         return self
 
     def make_tables(self, *_) -> None:
-        """Those of rotary positions, fp32 beside weights of any dtype; never part of a checkpoint."""
+        """Make the tables of rotary positions: fp32 whatever the weights' dtype, and never part of a checkpoint."""
         if self.cos is None or self.cos.is_meta:
             self.cos, self.sin = rope_tables(self.seq_len, self.config.head_dim, self.config.rope_base)
-        device = self.embedding.weight.device  # where they are there, they stay: a captured graph may read them
+        device = self.embedding.weight.device  # tables already there stay: a captured graph may read them
         self.cos, self.sin = self.cos.to(device), self.sin.to(device)
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Normal weights of std 0.02; those that write to the residual stream divided by sqrt(2 layers).
 
         There are 2 x num_layers such writes, so their sum starts at the scale of one (GPT-2, section 2.3). With
-        zero_init they, and a head of its own, are zero: a block begins as the identity (Zhang et al. 2019, Fixup).
+        zero_init these weights and an untied head are zero: a block begins as the identity (Zhang et al. 2019, Fixup).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         for name, weight in self.named_parameters():
@@ -278,15 +278,15 @@ class GPT(nn.Module):
         Args:
             tokens: (B, N) int64.
             targets: (B, N) int64, the id that follows each token; a negative one does not count.
-            kv_cache: earlier tokens of B rows, to which these are appended (without targets); or `Prompts`, whose
-                tokens (1, N) these are, and only the last of each prompt is then predicted from.
-            cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, each row beginning one,
-                and B * N. Tokens then see only their own document, and positions start at 0 in each.
-            part: where the tokens stand, in place of cu_seqlens, if they are this process's part of longer rows.
+            kv_cache: earlier tokens of B rows, to which these are appended (without targets); or `Prompts` with these
+                tokens (1, N), and then only the last token of each prompt gives logits.
+            cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, and B * N. Every row
+                begins a document. Tokens then see only their own document, and positions start at 0 in each.
+            part: the tokens' positions and documents, in place of cu_seqlens, if this process has a part of the rows.
 
         Returns:
-            Without targets the logits (B, N, vocab_size), of `Prompts` (1, rows, vocab_size). With targets the
-            cross-entropy in nats, summed over the tokens that count, an fp32 scalar: the caller divides by the tokens
+            Without targets the logits (B, N, vocab_size), or (1, rows, vocab_size) for `Prompts`. With targets the
+            cross-entropy in nats, an fp32 scalar summed over the tokens that count: the caller divides by the tokens
             of its whole step. A prefix (model.mask) is not predicted: its tokens count as the mean of the others.
 
         Raises:
@@ -294,7 +294,7 @@ class GPT(nn.Module):
         """
         check_input(tokens, targets, cu_seqlens, kv_cache, self.config, self.seq_len)
         shape, documents, positions = tokens.shape, None, None
-        share = 1.0  # of the tokens that are predicted
+        share = 1.0  # fraction of the tokens that is predicted
         if targets is not None and self.prefix > 1:
             if shape[1] < self.prefix:
                 raise ValueError(f"model.mask={self.config.mask} predicts nothing of {shape[1]} tokens; give more")
@@ -313,7 +313,7 @@ class GPT(nn.Module):
                 positions = positions_in(cu_seqlens, tokens.size(1))
         x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
         fused = None if kv_cache is None else fused_block(x, self.blocks)
-        if fused is decode and not self.config.qk_norm:  # whose RoPE is part of a product; a norm would come between
+        if fused is decode and not self.config.qk_norm:  # its RoPE is part of a product; a norm would come between
             cos, sin = self.cos, self.sin
         elif positions is not None:
             cos, sin, positions = self.cos[positions], self.sin[positions], None
@@ -343,7 +343,7 @@ class GPT(nn.Module):
     ) -> KVCache:
         """A cache for rows of up to `max_tokens` tokens (None: seq_len), none of them in use, on the model's device.
 
-        With `page` it is in pages of so many tokens, enough for all rows; `dtype` None is what attention runs in now.
+        With `page` it has pages of that many tokens, enough for all rows; `dtype` None is what attention runs in now.
         """
         if self.config.mask is not None:
             raise ValueError(
@@ -359,15 +359,15 @@ class GPT(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What products and attention run in now: autocast's dtype where it is on, else the weights'."""
+        """The dtype that products and attention run in now: autocast's where it is on, else the weights'."""
         weight = self.embedding.weight
         autocast = torch.is_autocast_enabled(weight.device.type)
         return torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
 
     def for_inference(self, dtype: torch.dtype) -> "GPT":
-        """A copy in eval mode whose weights are in `dtype`, once and for all; those that are already are shared.
+        """A copy in eval mode with its weights cast to `dtype`; weights that already have it are shared.
 
-        Such a copy returns itself, as copying the modules takes longer than a short prompt.
+        A model that is such a copy returns itself, as copying the modules takes longer than a short prompt.
         """
         modules = list(self.modules())
         weights = [w for m in modules for w in m._parameters.values() if w is not None]  # `parameters` takes longer
@@ -386,6 +386,6 @@ class GPT(nn.Module):
         return sum(weight.numel() for weight in self.parameters())
 
     def num_matmul_parameters(self) -> int:
-        """Entries of the weights that multiply activations: all but a table that is only looked up in."""
+        """Entries of the weights that multiply activations: all but a table that serves look-ups only."""
         looked_up_only = 0 if self.head is None else self.embedding.weight.numel()
         return self.num_parameters() - looked_up_only

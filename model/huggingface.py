@@ -3,14 +3,14 @@
     import model.huggingface
     their_model.set_attn_implementation("gpt_triton")
 
-The import registers two functions under that name: `mask` (huggingface_masks.py), which transformers calls once a
-forward and kind of layer, and `attention`, called in each layer with what `mask` returned. For padding, windows and
-documents neither copies keys or values; only the bounds of documents are waited for, once a forward.
+The import registers two functions under that name: `mask` (huggingface_masks.py), which transformers calls once per
+forward pass and kind of layer, and `attention`, called in each layer with what `mask` returned. With padding, windows
+and documents neither copies keys or values; only the bounds of documents are waited for, once per forward pass.
 
 Without a mask documents begin where position_ids do not rise by one, as in transformers' flash attention. Its eager and
 sdpa attention see that only without a cache: with use_cache at its default they let such documents see each other.
-What the query of a padding token gives means nothing, and is not what theirs give: a prompt that is padded on the
-right, of which transformers warns, goes on from there. Pad on the left.
+The output of a padding token's query means nothing, and differs from theirs: a prompt that is padded on the right,
+about which transformers warns, continues from such an output. Pad on the left.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ import kernels
 from kernels import KVCacheLayers, flash_attention, flash_attention_with_kvcache, padded_documents
 from kernels.call import autocast_inputs
 
-NAME = "gpt_triton"  # transformers takes every name with "flash" in it for a package of its own list
+NAME = "gpt_triton"  # transformers treats every name with "flash" in it as a package of its own list
 # arguments that some models (T5, DeepSeek-V3.2, MiniMax-M3, Inkling) pass to their attention and that change its result
 BEYOND_US = ("position_bias", "indices", "block_indices", "sinks")
 
@@ -74,7 +74,7 @@ def attention(
 
     The result is contiguous, as some models need (`view`): our kernels store it so; on a CPU it is copied.
 
-    attention_mask: from `mask`, or a user's mask of pairs, which alone decides who sees whom (`blocks_of`).
+    attention_mask: from `mask`, or a user's mask of pairs, which alone decides what a query sees (`blocks_of`).
     cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) int32, of the B * N tokens end to end.
 
     Raises:
@@ -99,7 +99,7 @@ def attention(
             raise ValueError(f"attention_mask has {columns} columns and there are {keys} keys; give one for each")
         query = nan_at_holes(query, attention_mask)
         if not (needs_grad or dropout or (window[0] >= 0 and not causal)) and _readable_as_cache(query, key, value):
-            sinks = None if torch.compiler.is_compiling() else id(s_aux)  # Dynamo cannot take id(None)
+            sinks = None if torch.compiler.is_compiling() else id(s_aux)  # Dynamo cannot trace id(None)
             kind = query.shape[1], scaling, softcap, window[0], causal, sinks
             attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
             return attend(query, key, value).transpose(1, 2), None
@@ -122,7 +122,7 @@ def attention(
 def _bounds(
     module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, sliding_window: int | None
 ) -> tuple[bool, tuple[int, int]]:
-    """`causal` and `window` of our calls: by the mask, which has them in its shape, else by the layer alone."""
+    """`causal` and `window` of our calls: from the mask, which has them in its shape, else from the layer alone."""
     if attention_mask is None:
         return getattr(module, "is_causal", True) if is_causal is None else is_causal, (-1, -1)
     causal, windowed = bool((attention_mask.shape[2] - 1) & 1), attention_mask.shape[2] > 2
@@ -140,7 +140,7 @@ def _readable_as_cache(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _documents_of_padded(ranges: Tensor, of_q: torch.Size, of_k: torch.Size, pitch: int | None) -> tuple:
-    """cu_seqlens of padded rows that lie end to end, one document each; `pitch` of keys is from row to row."""
+    """cu_seqlens of padded rows that lie end to end, one document each; `pitch` is that of keys, from row to row."""
     rows, _, queries, _ = of_q
     keys = rows * of_k[2] if pitch is None else (rows - 1) * pitch + of_k[2]
     sizes = rows * queries, keys, queries, pitch or of_k[2]
@@ -158,25 +158,25 @@ def _packing(
         return None
     if not 1 < query.shape[2] == key.shape[2] == position_ids.shape[1]:
         return None
-    rows = query.shape[0]  # position_ids of one row are of all, and may serve another batch
+    rows = query.shape[0]  # position_ids of one row are those of all rows, and may serve another batch
     breaks = lambda: position_ids.diff(dim=-1).expand(rows, -1) != 1  # noqa: E731
     return shared(position_ids, ("cu_seqlens", rows), lambda: documents_of(breaks()))
 
 
 def _over_caches(query: Tensor, ranges: Tensor, options: dict) -> Callable:
-    """Attention over caches for the layers of a forward that share `ranges` and options."""
-    bounds = {"cache_leftpad": ranges[0, 0, 0], "cache_seqlens": ranges[1, 0, 0].clone()}  # at a multiple of 16 bytes
+    """Attention over caches for the layers of a forward pass that share `ranges` and options."""
+    bounds = {"cache_leftpad": ranges[0, 0, 0], "cache_seqlens": ranges[1, 0, 0].clone()}  # 16-byte aligned
     if torch.compiler.is_compiling():  # a workspace, which is written to, would have to be copied
         return partial(flash_attention_with_kvcache, **bounds, **options)
     return KVCacheLayers(**bounds, workspace=kernels.kvcache_workspace(*query.shape[:2], query.device), **options)
 
 
 def _pitch(key: Tensor, value: Tensor) -> int | None:
-    """Tokens from a row's start to the next one's in memory, where both tensors have such a number.
+    """Tokens from a row's start to the next one's in memory; None where the two tensors have no such number in common.
 
     A cache (B, H, N, D) has one, H * N: its rows are documents, and the other heads' tokens between are not read.
     """
-    if torch.compiler.is_compiling():  # which decides on strides after this
+    if torch.compiler.is_compiling():  # a compiler decides on strides later
         return None
     pitches = {x.stride(0) / x.stride(2) if x.stride(2) else 0.5 for x in (key, value)}
     pitch = pitches.pop()
@@ -184,8 +184,8 @@ def _pitch(key: Tensor, value: Tensor) -> int | None:
 
 
 def _end_to_end(x: Tensor, pitch: int | None = None) -> Tensor:
-    """(B, H, N, D) as one row of tokens (1, H, tokens, D): a view, but for a tensor whose heads are further apart than
-    its tokens, and that has no pitch."""
+    """(B, H, N, D) as one row of tokens (1, H, tokens, D): a view, except for a tensor without a pitch whose heads are
+    further apart than its tokens."""
     rows, heads, tokens, head_dim = x.shape
     if pitch is None:
         return x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
@@ -198,7 +198,7 @@ def _engine(query: Tensor) -> Callable:
     reason = kernels.why_not("flash", query.dtype, device=query.device, head_dim=query.shape[3])
     if reason is None:
         return flash_attention
-    if query.device.type == "cpu":  # tiles are a loop over lengths, which a compiler of any length cannot unroll
+    if query.device.type == "cpu":  # tiles are a loop over the length, which a compiler for any length cannot unroll
         return kernels.naive_attention if torch.compiler.is_compiling() else kernels.tiled_attention
     raise ValueError(f"{reason.partition(';')[0]}; {INSTEAD}")
 
@@ -216,7 +216,7 @@ def _refuse(attention_mask: object, others: dict) -> None:
     for name in BEYOND_US:
         if others.get(name) is not None:
             raise ValueError(f"the model hands {name} to its attention, which gpt_triton does not compute; {INSTEAD}")
-    # of GPT-2, OPT and SigLIP the collector alone knows
+    # for GPT-2, OPT and SigLIP only the collector has it
     if others.get("output_attentions") or "attentions" in (_active_collector.get() or ()):
         raise ValueError(
             'output_attentions asks for weights that gpt_triton never has; use set_attn_implementation("eager")'

@@ -1,13 +1,13 @@
-"""The attention masks of transformers' models: `mask` is called once a forward and kind of layer.
+"""The attention masks of transformers' models: `mask` is called once per forward pass and kind of layer.
 
 Causal or not, windows, padding and packed documents need no N x N mask: each row of a batch has a range of keys, found
-on the device without synchronization. Every other mask is one of pairs, a user's or made by transformers' own mask
-functions. Its blocks (kernels/block_masks.py) are built by the first layer, which waits for the GPU, for all layers.
+on the device without synchronization. Every other mask is a mask of pairs, a user's or made by transformers' own mask
+functions. The first layer builds its blocks (kernels/block_masks.py) for all layers, which waits for the GPU.
 
 What `mask` returns always has four dimensions, because transformers' generation passes such a tensor through unchanged.
 What the host knows is in its shape, as a tensor's other attributes do not survive compilation:
 
-    (4, Nk, kind, B) int32  of each row the first key, the end of its keys, the first query, the end of its queries
+    (4, Nk, kind, B) int32  for each row the first key, the end of its keys, the first query, the end of its queries
     (4, 1, kind, 0) int32  no padding
     (1, 1, kind, documents + 1) int32  cu_seqlens of documents packed end to end
     (B, 1, N, Nk) bool  pairs
@@ -28,26 +28,26 @@ from kernels import BlockMask, place_documents
 from kernels.block_masks import version_of
 from kernels.decode import MAX_QUERIES
 
-HIDDEN = -1e4  # what is added to a score to hide a pair, or less: exp(-1e4) is 0
+HIDDEN = -1e4  # this or less, added to a score, hides a pair: exp(-1e4) is 0
 INSTEAD = 'use set_attn_implementation("sdpa")'
 HOLE = (
     "attention_mask has a hole, a 0 between two 1s of a row, which gpt_triton cannot see on a GPU without waiting; "
     f"pad at the ends, pass booleans (B, 1, N, N), or {INSTEAD}"
 )
 
-# without an attention_mask, a model being compiled asks for packed documents, whether there are any or not
+# without an attention_mask, a model being compiled looks for packed documents, whether there are any or not
 PACKED = "gpt_triton looks for packed documents outside of graphs; compile without fullgraph, or pass an attention_mask"
 
 # model_type of models whose layers add numbers, which they compute from the tokens, to the mask
 OF_NUMBERS = ("doge",)
-# parts of their mask functions that ranges of keys can say
+# parts of their mask functions that ranges of keys can express
 CAUSAL = {"causal_mask_function"}
 WINDOWED = {"sliding_window_overlay", "sliding_window_bidirectional_overlay"}
 OTHERS = {
     "and_masks", "bidirectional_mask_function", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
 
-# mask or position_ids -> (its version, what is derived from it), so that all layers of a forward share that
+# mask or position_ids -> (its version, what is derived from it), which all layers of a forward pass share
 _DERIVED = WeakTensorKeyDictionary()
 # (event, flags) of padding masks on a GPU: which rows have a hole, once the event has happened; oldest first
 _CHECKS: list[tuple[torch.cuda.Event, Tensor]] = []
@@ -69,14 +69,14 @@ def mask(
     """What the layers of one kind may see, in one of the forms that this module's docstring gives.
 
     q_offset: tokens before the queries, on the device where the cache is static; kv_offset: tokens before the keys.
-    mask_function: theirs, a composition of parts.
-    attention_mask: (B, tokens) bool, True at real tokens. With a hole among them a CPU takes pairs. A GPU is not
-        waited for: the logits of that row become NaN, and a later call raises.
+    mask_function: transformers' function, a composition of parts.
+    attention_mask: (B, tokens) bool, True at real tokens. With a hole among them the result on a CPU is a mask of
+        pairs. A GPU is not waited for: the logits of that row become NaN, and a later call raises.
     use_vmap: whether mask_function must be called for one pair at a time.
 
     Raises:
-        ValueError: a model that adds numbers to its mask, a mask of other rows than the batch, or a hole that a GPU has
-            found.
+        ValueError: a model that adds numbers to its mask, a mask whose number of rows is not the batch's, or a hole
+            that a GPU has found.
     """
     if (model := getattr(config, "model_type", None)) in OF_NUMBERS:
         raise ValueError(f"layers of {model} add numbers to their mask, which gpt_triton does not compute; {INSTEAD}")
@@ -89,7 +89,7 @@ def mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
-        shared(made, "copy", lambda: None)  # it is ours alone
+        shared(made, "copy", lambda: None)  # it is ours alone: no copy is needed
         return made
 
     if (parsed := _parsed(mask_function)) is None:
@@ -136,7 +136,7 @@ def mask(
 
 
 def _parsed(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
-    """(causal, windowed, the document of each token (B, N) or None); None where ranges of keys cannot say it."""
+    """(causal, windowed, the document of each token (B, N) or None); None where ranges of keys cannot express it."""
     if mask_function is theirs.causal_mask_function:
         return True, False, None
     if mask_function is theirs.bidirectional_mask_function:
@@ -163,7 +163,7 @@ def _parsed_parts(mask_function: Callable) -> tuple[bool, bool, Tensor | None] |
 def documents_of(breaks: Tensor) -> Tensor | None:
     """cu_seqlens of documents that begin in each row and after each break (B, N - 1); None for one document a row.
 
-    Waits for the GPU, once a forward: the number of documents must be known to the host.
+    Waits for the GPU, once per forward pass: the number of documents must be known to the host.
     """
     found = breaks.cpu()
     if not found.any():
@@ -181,7 +181,7 @@ def blocks_of(pairs: Tensor, queries: int) -> BlockMask:
     """A mask of pairs for our kernels, built once for all layers, which waits for the GPU.
 
     pairs: (B or 1, Hq or 1, N or 1, Nk), True where a query sees a key, or 0 there and `HIDDEN` or less elsewhere.
-        Or torch's BlockMask, which the first call takes apart.
+        Or torch's BlockMask, which the first call converts.
 
     Raises ValueError for other numbers.
     """
@@ -211,7 +211,7 @@ def blocks_of(pairs: Tensor, queries: int) -> BlockMask:
 
 
 def _check_later(hole: Tensor, ranges: Tensor) -> None:
-    """Find on the GPU which rows have a hole (B,), and read that later, without waiting."""
+    """Start the copy to the host of which rows have a hole (B,), to be read later without waiting."""
     if (
         torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
     ):  # a graph cannot check later: it fails now
@@ -225,7 +225,7 @@ def _check_later(hole: Tensor, ranges: Tensor) -> None:
 
 
 def refuse_found_holes() -> None:
-    """ValueError for a hole that a GPU has found since."""
+    """ValueError for a hole in an earlier mask that a GPU has found by now."""
     if torch.compiler.is_compiling() or not _CHECKS or torch.cuda.is_current_stream_capturing():
         return
     while _CHECKS and _CHECKS[0][0].query():
@@ -235,8 +235,8 @@ def refuse_found_holes() -> None:
 
 
 def nan_at_holes(query: Tensor, ranges: Tensor) -> Tensor:
-    """NaN in rows with a hole, in the first layer that gets `ranges`: it reaches the logits even if no later call
-    raises."""
+    """The query with NaN in rows with a hole, in the first layer that gets `ranges`. The NaN reaches the logits even if
+    no later call raises."""
     if torch.compiler.is_compiling() or not (holes := shared(ranges, "holes", list)):
         return query
     return query.masked_fill(holes.pop()[:, None, None, None], torch.nan)

@@ -1,4 +1,4 @@
-"""A causal language model of transformers in our loop: the interface of `model.GPT` around it.
+"""A causal language model of transformers in our training loop, wrapped in the interface of `model.GPT`.
 
 `python train.py model=huggingface model.name=FOLDER_OR_ID`. Attention is ours (model/huggingface.py) or, by
 model.attention, theirs; batches, documents, loss and optimizer are those of any run.
@@ -30,7 +30,7 @@ from model.inference import in_eval_mode
 from model.positions import positions_in
 
 IMPLEMENTATIONS = {"flash": huggingface.NAME, "tiled": huggingface.NAME, "sdpa": "sdpa", "naive": "eager"}
-# of GPTConfig, and what they are called there; a model that is loaded has its own
+# fields of GPTConfig and their names in transformers; a model that is loaded has its own sizes
 SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -39,18 +39,18 @@ SIZES = {
 }
 OURS = ("mlp", "mlp_hidden", "qk_norm", "qk_gain", "tie_embeddings", "window", "mask", "rope_base", "zero_init")
 MODES = ("none", "full")
-# what their code raises over a config.json whose values do not fit each other or the weights
+# what their code raises for a config.json whose values do not fit each other or the weights
 MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
-# of a generation_config.json, what only sampling reads
+# keys of a generation_config.json that only sampling reads
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-# of no model, but of its files, its versions and the memory it takes
+# keys that describe files, versions and memory, and not the model
 NOT_DESCRIBED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 _KEPT: dict[str, dict[str, Any]] = {}  # name -> `described`, as a checkpoint has it
 
 
 @contextmanager
 def as_described(name: str, values: dict[str, Any]) -> Iterator[None]:
-    """Within, a model of that name is what `values` describe: no folder or hub is asked, and its weights are random."""
+    """Inside, a model of that name is what `values` describe: no folder or hub is read, and its weights are random."""
     head_dim.cache_clear()
     _KEPT[name] = values
     try:
@@ -62,7 +62,7 @@ def as_described(name: str, values: dict[str, Any]) -> Iterator[None]:
 
 @cache
 def described(name: str) -> dict[str, Any]:
-    """Its configuration in transformers as JSON, but for dropout, which is ours, and what says nothing of the model."""
+    """Its configuration in transformers as JSON, without dropout, which is ours, and without NOT_DESCRIBED."""
     values = json.loads(_their_own(name).to_json_string())
     return {key: value for key, value in values.items() if key not in NOT_DESCRIBED and not _is_dropout(key)}
 
@@ -116,7 +116,7 @@ def _their_own(name: str) -> Any:
             return AutoConfig.for_model(**_KEPT[name])
         folder = name
         if not Path(folder).is_dir():
-            # out of reach of the hub transformers asks for 23 s, in two dozen lines, before it looks into the cache
+            # with the hub out of reach, transformers tries for 23 s, in two dozen lines, before it reads the cache
             folder = snapshot_download(folder, allow_patterns="config.json")
         return AutoConfig.from_pretrained(folder).get_text_config()
     except HFValidationError as error:  # a name that cannot be the hub's
@@ -138,7 +138,7 @@ def _with_parts(config: Any) -> list[Any]:
 
 
 def in_place_of(config: GPTConfig, attention: str) -> str | None:
-    """What transformers has for the model of `config` where it has not that attention for it; None where it has."""
+    """The attention to use where transformers has no `attention` for the model of `config`; None where it has."""
     theirs = their_config(config)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
     if kind is None:  # which `_loaded` refuses
@@ -157,7 +157,7 @@ def no_such_attention(name: str, attention: str, instead: str, document_mask: bo
 
 @cache
 def head_dim(name: str) -> int:
-    """Of a model's attention; a start asks for it several times, and the hub once."""
+    """The head_dim of a model's attention; a start reads it several times, and the hub once."""
     config = GPTConfig(name=name)
     found = sized(config)
     return getattr(their_config(config), "head_dim", None) or found.n_embd // found.num_heads
@@ -173,13 +173,13 @@ def num_parameters(config: GPTConfig) -> int:
 
 
 def misfit(name: str, error: Exception) -> ValueError:
-    """What one of MISFITS means."""
+    """The error that explains one of MISFITS."""
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     return ValueError(f"model.name={name} has a config.json that does not fit it ({reason}); correct it")
 
 
 class PretrainedLM(nn.Module):
-    """What `model.GPT` is to the loop.
+    """A model of transformers with the interface that the training loop needs, that of `model.GPT`.
 
     Args:
         config: `name` says which model; its attention and loss are resolved names, its sizes the model's (`sized`).
@@ -188,8 +188,8 @@ class PretrainedLM(nn.Module):
         document_mask: whether it will be given packed documents.
 
     Raises:
-        ValueError: a model that is not whole, not causal or not on transformers' attention interface, or what does not
-            fit to it.
+        ValueError: a model that lacks weights, is not causal or is not on transformers' attention interface, or an
+            argument that does not fit it.
     """
 
     def __init__(
@@ -216,10 +216,10 @@ class PretrainedLM(nn.Module):
         if config.attention == "tiled" and torch.device(device).type != "cpu":
             raise ValueError("model.attention=tiled with model.name is for a CPU; use model.attention=flash")
         logging.disable_progress_bar()  # the console is the run's
-        if config.attention == "naive":  # some, as Falcon, keep what they were made with
+        if config.attention == "naive":  # some, such as Falcon, keep the attention they were made with
             theirs._attn_implementation = "eager"
         self.inner = _loaded(config.name, theirs)
-        with suppress(ValueError):  # which is about issues of transformers
+        with suppress(ValueError):  # its message is about issues of transformers
             self.inner.set_attn_implementation(IMPLEMENTATIONS[config.attention])
         self.is_ours = self.inner.config._attn_implementation == huggingface.NAME
         if (its_own := self.inner.config._attn_implementation) != IMPLEMENTATIONS[config.attention]:
@@ -237,7 +237,7 @@ class PretrainedLM(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Their layers."""
+        """The model's layers."""
         return list(max((m for m in self.inner.modules() if isinstance(m, nn.ModuleList)), key=len))
 
     def forward(
@@ -261,9 +261,9 @@ class PretrainedLM(nn.Module):
     def continued(
         self, sequences: Iterable[Continuation], uniform: Tensor, choose: Callable, stop_token: int | None
     ) -> Iterator[Drawn]:
-        """What `model.generate` yields: over their cache, one text after the other.
+        """Yields what `model.generate` does, over transformers' cache, one text after the other.
 
-        uniform: (num_samples, max_new_tokens) float64; choose: the token of logits (1, V) and a number (1,) of it.
+        uniform: (num_samples, max_new_tokens) float64; choose: (logits (1, V), a number (1,) of uniform) -> token.
         """
         kind = next(self.parameters()).device.type
         now = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -279,7 +279,7 @@ class PretrainedLM(nn.Module):
             for number in uniform[sequence.sample]:
                 if len(text) > self.longest:  # its last half is read again
                     text, cache = text[-(self.longest // 2) :], None
-                # a model that returns no cache, as OpenAI's first GPT and RecurrentGemma, reads all of it each time
+                # a model that returns no cache, such as OpenAI's first GPT or RecurrentGemma, reads all of it each time
                 tokens = torch.tensor([text if cache is None else given], device=next(self.parameters()).device)
                 with in_eval_mode(self), autocast():
                     found = self.inner(input_ids=tokens, past_key_values=cache, use_cache=True)
@@ -294,7 +294,7 @@ class PretrainedLM(nn.Module):
         return sum(weight.numel() for weight in self.parameters())
 
     def num_matmul_parameters(self) -> int:
-        """All but tables that are only looked up in; of experts as many as a token meets, if their config says it."""
+        """All but tables for look-ups only; of experts, as many as a token is routed to, if their config says it."""
         head, config = self.inner.get_output_embeddings().weight, self.inner.config.get_text_config()
         names = "num_experts_per_tok", "top_k_experts", "moe_top_k"
         found = (getattr(part, name, None) for name in names for part in _with_parts(config))
@@ -303,7 +303,7 @@ class PretrainedLM(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Embedding) and module.weight is not head:
                 idle += module.weight.numel()
-            flat = getattr(module, "moe_num_experts", 0)  # DBRX's matrices are below each other, all others' stacked
+            flat = getattr(module, "moe_num_experts", 0)  # DBRX concatenates experts' rows; all others stack matrices
             if chosen and (experts := flat or getattr(module, "num_experts", 0)):
                 own = sum(x.numel() for x in module.parameters(recurse=False) if flat or x.dim() == 3)
                 idle += own // experts * (experts - chosen)
@@ -332,8 +332,8 @@ class PretrainedLM(nn.Module):
 
     @torch.no_grad()
     def _refuse_what_the_loop_is_not_for(self) -> None:
-        """ValueError where tokens see those after them, which the loss asks for, and, as a loss in chunks takes them to
-        be, where the logits are not the head's product alone."""
+        """ValueError where tokens see later ones, which the loss has them predict, and, with model.loss=chunked, where
+        the logits are not the head's product alone, as that loss assumes."""
         head, ids = self.inner.get_output_embeddings(), torch.tensor([[0, 1, 2, 3], [0, 1, 2, 0]])
         few = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         self.inner.eval()
@@ -360,13 +360,13 @@ class PretrainedLM(nn.Module):
 
     @torch.no_grad()
     def _keeps_documents_apart(self) -> bool:
-        """Whether a document packed behind another has the logits that it has behind a third."""
+        """Whether a document has the same logits when packed after one document as after another."""
         starts = torch.tensor([0, 2, 4, 6, 8], dtype=torch.int32)
         asked = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "use_cache": False}
         asked |= {"position_ids": torch.tensor([[0, 1, 0, 1]]).expand(2, -1)}
         try:
             logits = self.inner(input_ids=torch.tensor([[0, 1, 2, 3], [1, 0, 2, 3]]), **asked).logits
-        except (TypeError, ValueError):  # it takes no documents, or has a mask of pairs
+        except (TypeError, ValueError):  # it accepts no documents, or has a mask of pairs
             return False
         return _alike(logits[0, 2:], logits[1, 2:], logits)
 
@@ -381,7 +381,7 @@ def _loaded(name: str, config: Any) -> nn.Module:
     if name in _KEPT:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     try:
-        try:  # first without a word to the hub: `their_config` has asked it what is newest
+        try:  # first without the hub: `their_config` has fetched the newest version from it
             model, found = AutoModelForCausalLM.from_pretrained(name, local_files_only=True, **asked)
         except OSError:
             model, found = AutoModelForCausalLM.from_pretrained(name, **asked)

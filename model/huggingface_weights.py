@@ -47,7 +47,7 @@ def architecture(config: GPTConfig) -> Architecture:
 
 
 def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
-    """What config.json says of `model`; `end_of_text` is the token that begins and ends a document."""
+    """The contents of config.json for `model`; `end_of_text` is the token that begins and ends a document."""
     config, found = model.config, architecture(model.config)
     contents: dict[str, Any] = {
         "architectures": [found.name],
@@ -74,7 +74,7 @@ def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
     }
     if config.window is not None:
         contents["sliding_window"] = config.window  # tokens that each token sees, itself included, there too
-        if found.model_type == "qwen3":  # which has layers without a window below max_window_layers
+        if found.model_type == "qwen3":  # its layers below max_window_layers have no window
             contents |= {"use_sliding_window": True, "max_window_layers": 0}
     return contents
 
@@ -82,7 +82,7 @@ def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
 def tensors(model: GPT) -> dict[str, Tensor]:
     """The weights of `model` under their names in transformers.
 
-    They share its memory, all but the gains of norms: ones, as ours have none, and qk_gain on q's.
+    They share its memory, except the gains of norms, which ours do not have: ones, times qk_gain in q's.
     """
     config = model.config
     own = {name.removesuffix(".weight"): weight.detach() for name, weight in model.named_parameters()}

@@ -1,8 +1,8 @@
-"""A block's forward over a KV cache, without gradients and in fewer launches: what a product's neighbours do is done by
-the product.
+"""A block's forward over a KV cache, without gradients and in fewer launches: each matrix product also does the work of
+its neighbours.
 
-For few tokens, a step of generation, each product is one kernel with all that stands around it (`skinny_linear`). For
-many, prompts, the library's products add the residual stream and apply GELU.
+For few tokens (a step of generation) each product is one kernel with everything around it (`skinny_linear`). For many
+(prompts) the library's products add the residual stream and apply GELU.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ FusedBlock = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, KVCache
 
 
 def fused_block(x: Tensor, blocks: Iterable[nn.Module]) -> FusedBlock | None:
-    """`decode` or `prefill`, whichever takes x (B, N, C) through a block in its forward's place; None: neither does."""
+    """`decode` or `prefill`, whichever can replace a block's forward for x (B, N, C); None where neither can."""
     if takes_skinny_linear(x):
         fused = decode
     elif takes_prefill(x):
@@ -35,18 +35,18 @@ def fused_block(x: Tensor, blocks: Iterable[nn.Module]) -> FusedBlock | None:
 
 
 def takes_prefill(x: Tensor) -> bool:
-    """Whether x may be written over by products of its own dtype: on CUDA, in 16 bit, with neither gradient nor
+    """Whether x may be overwritten by products of its own dtype: on CUDA, in 16 bit, with neither gradient nor
     autocast."""
     plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
     return plain and x.is_cuda and x.dtype.itemsize == 2
 
 
 def can_fuse(block: nn.Module) -> bool:
-    """Whether all of the block is ours, its products have weights as we made them and no bias, and nobody hooks on.
+    """Whether all of the block is ours, its products have weights as we made them and no bias, and nothing is hooked.
 
-    A GPU waits for the answer before a prompt: each name of a module is looked up once, which takes half a microsecond.
+    A GPU waits for this before a prompt: each name of a module is looked up once, as that takes half a microsecond.
     """
-    if not is_ours(block):  # which may have other parts
+    if not is_ours(block):  # it may have other parts
         return False
     attention, mlp = block.attention, block.mlp
     if not (is_ours(attention) and is_ours(mlp)):
@@ -56,7 +56,7 @@ def can_fuse(block: nn.Module) -> bool:
 
 
 def is_plain(product: nn.Module) -> bool:
-    """Whether it is a linear layer without bias, whose weight lies in memory as it was made."""
+    """Whether it is a linear layer without bias, whose weight is a plain, contiguous tensor."""
     if type(product) not in (nn.Linear, Linear8) or product.bias is not None:
         return False
     weight = product.weight
@@ -69,14 +69,14 @@ def is_ours(module: nn.Module) -> bool:
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Whether somebody looks at one of the modules, or has put a forward in place of its class's."""
+    """Whether a hook watches one of the modules, or its class's forward is replaced by another."""
     watched = (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
     return _has_any_global_hook() or any(watched)
 
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Within, no module of the model is in training mode; then each is again in the mode that it was in."""
+    """Inside, no module of the model is in training mode; on exit each returns to its previous mode."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:
@@ -97,7 +97,7 @@ def decode(
 ) -> Tensor:
     """Few tokens: attention, and four products with the rest fused in.
 
-    cos, sin: of all positions, among which those of the tokens are `positions`; or of the tokens, and that is None.
+    cos, sin: of all positions, where `positions` gives those of the tokens; or of the tokens, with `positions` None.
     """
     attention, mlp = block.attention, block.mlp
     rotary = None
@@ -113,12 +113,12 @@ def decode(
 def prefill(
     block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, positions: None, kv_cache: KVCache | Prompts
 ) -> Tensor:
-    """Many tokens, whose cos and sin these are; x is written over."""
+    """Many tokens; cos and sin are those of the tokens, and x is overwritten."""
     attention, mlp, rows = block.attention, block.mlp, x.view(-1, x.size(-1))
     qkv = F.linear(rms_norm(x, NORM_EPS), attention.qkv.weight)
     o = attention.heads(qkv, cos, sin, kv_cache, overwrite=True)
     rows.addmm_(o.flatten(0, -2), attention.out.weight.T)
-    if mlp.kind == "gelu" and x.is_cuda:  # elsewhere the GELU of PyTorch's product is another one
+    if mlp.kind == "gelu" and x.is_cuda:  # elsewhere the GELU of PyTorch's product is a different one
         bias = rows.new_zeros(mlp.up.out_features)
         h = torch._addmm_activation(bias, rms_norm(rows, NORM_EPS), mlp.up.weight.T, use_gelu=True)
     else:

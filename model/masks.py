@@ -30,7 +30,7 @@ def parse_mask(mask: str) -> tuple[str, int]:
 
 
 def mask_mod(mask: str, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The pattern as `kernels.block_mask` takes it."""
+    """The pattern as a mask_mod for `kernels.block_mask`."""
     name, n = parse_mask(mask)
     w = NO_WINDOW if window is None else window
 
@@ -38,7 +38,7 @@ def mask_mod(mask: str, window: int | None) -> Callable[[Tensor, Tensor, Tensor,
         return (k <= q) & (q - k < w) | (k < n)
 
     def bigbird(b, h, q, k):
-        # a hash in place of a table, so that it has no size
+        # a hash in place of a table, so that it is not limited to a size
         mixed = (q // RANDOM_BLOCK * 0x9E3779B1 + k // RANDOM_BLOCK * 0x85EBCA77 + 1) * 0xC2B2AE3D
         return (k <= q) & ((q - k < w) | (k < n) | ((mixed >> 20) % 20 == 0))
 
@@ -51,18 +51,18 @@ def mask_mod(mask: str, window: int | None) -> Callable[[Tensor, Tensor, Tensor,
 class Pattern(nn.Module):
     """The block mask of `model.mask`, built once for the longest context; all layers share one.
 
-    On the meta device it is none: sizes do not depend on it.
+    On the meta device there is no mask: sizes do not depend on it.
     """
 
     def __init__(self, mask: str, window: int | None, seq_len: int, device: torch.device | str):
         super().__init__()
-        self.pattern, self.seq_len = (mask, window), seq_len  # its function can be made again, and not pickled
+        self.pattern, self.seq_len = (mask, window), seq_len  # the mask's function cannot be pickled, only made again
         made = self._made(seq_len, device) if torch.device(device).type != "meta" else None
-        for name in BlockMask._fields[:3]:  # tensors that move with the model, and are no part of a checkpoint
+        for name in BlockMask._fields[:3]:  # tensors that move with the model but are not part of a checkpoint
             self.register_buffer(name, getattr(made, name, None), persistent=False)
 
     def forward(self, num_tokens: int) -> BlockMask | None:
-        """The mask of the first tokens. A shorter context has one made for it at each call."""
+        """The mask of the first `num_tokens` tokens; for fewer than seq_len it is built at each call."""
         if self.starts is None:
             return None
         if num_tokens != self.seq_len:

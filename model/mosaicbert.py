@@ -1,10 +1,10 @@
-"""Our attention in MosaicBERT's code, which DNABERT-2 brings along: ALiBi, padding, both ways, in linear memory.
+"""Our attention in MosaicBERT's code, which DNABERT-2 ships: ALiBi, padding, bidirectional, in linear memory.
 
     from model.mosaicbert import patch
     patch(their_model)
 
-That code's own kernel does not compile on a Triton since 2.0, and its other way needs a bias (B, H, N, N). Here its
-self-attention, which has its tokens unpadded already, calls our kernels, and the bias is never built. transformers 5
+That code's own kernel does not compile on Triton 2.0 or later, and its other path needs a bias (B, H, N, N). Here its
+self-attention, whose tokens are already unpadded, calls our kernels, and the bias is never built. transformers 5
 cannot load such a model, as it builds that bias while tensors have no values; a class can be patched before:
 
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -29,8 +29,8 @@ Target = TypeVar("Target", nn.Module, type)
 def patch(target: Target) -> Target:
     """Give each layer of a BERT of MosaicBERT's code our attention, in place; returns it.
 
-    Its numbers are those of its PyTorch path but for rounding, in any dtype of ours, with its dropout in training. Of a
-    class all classes of its module are patched, and so every model that is made of them.
+    The results are those of its PyTorch path up to rounding, in any dtype of ours, with its dropout in training. For a
+    class, its module's self-attention and encoder classes are patched, and so every model that is made of them.
 
     Raises:
         ValueError: a model of other code, or one whose ALiBi slopes are not those of the paper.
@@ -55,8 +55,8 @@ def patch(target: Target) -> Target:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8 (i + 1) / n) for n heads; where n is no power of two, those of the next lower one and then every second of
-    the next higher one. Source: Press et al., arXiv:2108.12409, section 3 and its code."""
+    """2^(-8 (i + 1) / n) for n heads; where n is no power of two, those of the next lower power and then every second
+    one of the next higher power. Source: Press et al., arXiv:2108.12409, section 3 and its code."""
     whole = 1 << heads.bit_length() - 1
     steps = [(i + 1) / whole for i in range(whole)] + [(i + 0.5) / whole for i in range(heads - whole)]
     return [2.0 ** (-8 * step) for step in steps]
@@ -71,7 +71,7 @@ def _attention(
     attn_mask: Tensor,
     bias: Tensor,
 ) -> Tensor:
-    """Its forward: (tokens, C) of all rows end to end, without padding -> (tokens, C)."""
+    """The self-attention's forward: (tokens, C) of all rows end to end, without padding -> (tokens, C)."""
     q, k, v = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_attention_heads, -1)).unbind(1)  # (tokens, H, D)
     bounds = (cu_seqlens, cu_seqlens, max_seqlen_in_batch, max_seqlen_in_batch)
     attend = flash_attention_varlen
@@ -83,19 +83,19 @@ def _attention(
 
 
 def _no_table(self: nn.Module, size: int = 0, device: torch.device | str | None = None) -> None:
-    """In place of building the table: one 0, which broadcasts to every length and is never too small."""
+    """Replaces the building of the table: one 0, which broadcasts to every length and is never too small."""
     self.alibi, self._current_alibi_size = torch.zeros(1, 1, 1, 1, device=device or "cpu"), 2**62
 
 
-@lru_cache  # a model's cast to 16 bits would round what lay in the model
+@lru_cache  # not in the model, whose cast to 16 bits would round them
 @torch.inference_mode(False)  # the cached tensors may be used in training later
 def _slopes_on(device: torch.device, rows: int, heads: int) -> Tensor:
-    """(rows, heads): as the kernels take them, so that no layer makes that copy."""
+    """The slopes (rows, heads) as the kernels read them, so that no layer copies them into that form."""
     return torch.tensor(alibi_slopes(heads), device=device).repeat(rows, 1)
 
 
 def _refuse_other_slopes(table: Tensor, heads: int) -> None:
-    """ValueError where a model's own table (1, H, N, N) is another than ours; one that has no values is not read."""
+    """ValueError where a model's own table (1, H, N, N) differs from ours; a table without values is not read."""
     if table.is_meta or table.shape[-1] < 2 or table.shape[1] != heads:
         return
     theirs, ours = -table[0, :, 0, 1].float().cpu(), torch.tensor(alibi_slopes(heads))

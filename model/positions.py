@@ -17,7 +17,7 @@ def check_input(
     config: GPTConfig,
     seq_len: int,
 ) -> None:
-    """Raise ValueError where a GPT cannot take these: arguments of its `forward`. The device is not asked for ids."""
+    """Raise ValueError where a GPT's `forward` cannot accept these arguments. Ids are not read from the device."""
     if not _is_of(tokens, 2, torch.int64, torch.int32) or tokens.numel() == 0:
         raise ValueError(f"tokens are {_found(tokens)}; give ids as an int64 tensor of at least one token, (B, N)")
     if targets is not None and (not isinstance(targets, Tensor) or targets.shape != tokens.shape):
@@ -32,7 +32,7 @@ def check_input(
         return
     if targets is not None or cu_seqlens is not None:
         raise ValueError("kv_cache goes with tokens alone; leave targets and cu_seqlens out")
-    cache = getattr(kv_cache, "cache", kv_cache)  # of `Prompts` the one that they are read into
+    cache = getattr(kv_cache, "cache", kv_cache)  # of `Prompts`: the one they are read into
     layers, _, heads, _, head_dim = cache.keys.shape
     fits = (layers, heads, head_dim) == (config.num_layers, config.kv_heads, config.head_dim)
     if not fits or cache.max_tokens > seq_len:

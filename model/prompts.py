@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`, without waiting for what a GPU does: CUDA has read x when the call returns."""
+    """Copy a CPU tensor to `device` without waiting for the GPU's work: CUDA has read x when the call returns."""
     return x.to(device, non_blocking=device.type == "cuda")
 
 
 class Prompts:
     """A cache for one call of the model: reads the prompts of some rows, end to end without padding.
 
-    cache: theirs, in which `extend` has made room for them.
+    cache: the rows' cache, in which `extend` has reserved slots for the prompts.
     rows: which rows, in the order of their tokens; they hold no tokens yet.
     """
 
@@ -42,17 +42,17 @@ class Prompts:
         ends, longest = counts.cumsum(0), max(self.counts)
         of_rows = sent(torch.stack((row_numbers, counts, ends - 1, ends - counts)), device)
         self.rows, self.lengths, self.last, begins = of_rows  # last: each row's last token among all
-        num_tokens = sum(self.counts)  # said, so that a GPU is not waited for
+        num_tokens = sum(self.counts)  # passed, so that the GPU is not waited for
         of_tokens = torch.stack((self.rows, begins)).repeat_interleave(self.lengths, 1, output_size=num_tokens)
         row_of_token, self._positions = of_tokens[0], torch.arange(num_tokens, device=device) - of_tokens[1]
-        self.documents = None  # of prompts of one length: they are a batch, for which dense kernels are faster
+        self.documents = None  # for prompts of one length: they are a batch, for which dense kernels are faster
         if longest > min(self.counts):
             cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
             self.documents = Documents(place_documents(cu_seqlens, longest, device), longest)
         self.places = cache.places(row_of_token, self._positions)
 
     def positions(self, num_rows: int, num_tokens: int) -> Tensor:
-        """Of all tokens, one row: (num_tokens,) int64. ValueError where their rows are not any more as they were."""
+        """Positions of all tokens, in one row: (num_tokens,) int64. ValueError where the cache's rows have changed."""
         for row, count in zip(self._row_numbers, self.counts, strict=True):
             if self.cache.stored[row] or self.cache.reserved[row] < count:
                 raise ValueError(
@@ -68,7 +68,7 @@ class Prompts:
         return self._positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:
-        """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D); `options` as a cache's."""
+        """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D); `options` as in a cache."""
         self.cache.store(layer, self.places, k[0], v[0])
         if self.documents is None:
             q, k, v = (x.view(x.size(1), len(self.counts), -1, x.size(3)).transpose(0, 1) for x in (q, k, v))

@@ -26,7 +26,7 @@ ATTENTION_OPERATORS = {
 def recompute(block: Callable[..., Tensor], *inputs: Any, keep: tuple[tuple[int, int], ...] | None = None) -> Tensor:
     """Run `block(*inputs)` and save only its inputs for backward.
 
-    With `keep` (which may be empty) also what attention returned, and products of so many (inputs, outputs).
+    With `keep` (which may be empty) also what attention returned, and the products with these (inputs, outputs).
 
     The random state is restored, so that dropout draws the same mask the second time: the gradients are those of the
     plain call, bit for bit where the operators are deterministic. Without autograd it is the plain call.

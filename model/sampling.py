@@ -22,12 +22,12 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
 
 
 def whole(name: str, value: object, least: int, remedy: str = "") -> int:
-    """The value as an int: of any integer type, NumPy's too, but no boolean. Raises ValueError."""
+    """The value as an int, from any integer type, NumPy's too, but not from a boolean. Raises ValueError."""
     try:
         number = least - 1 if isinstance(value, bool) else int(index(value))
     except TypeError:
         number = least - 1
-    if not least <= number < 2**64:  # PyTorch's seeds
+    if not least <= number < 2**64:  # the range of PyTorch's seeds
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least} and below 2^64{remedy}")
     return number
 
@@ -44,12 +44,12 @@ def choose_next_token(
     """Draw one token for each row of logits, without waiting for the device.
 
     `top_k` keeps the k likeliest tokens; then `top_p` keeps the fewest of those whose share reaches p
-    (nucleus sampling, arXiv:1904.09751). Temperature 0 takes the likeliest.
+    (nucleus sampling, arXiv:1904.09751). Temperature 0 picks the likeliest.
 
     Args:
         logits: (S, V), any float dtype and device.
-        uniform: (S,) float64 in [0, 1), on any device, which decides; drawn on the CPU it gives the same text on every
-            device, up to the rounding of the logits. At temperature 0 it is not read and may be None.
+        uniform: (S,) float64 in [0, 1), on any device, which decides the draws. Drawn on the CPU it gives the same text
+            on every device, up to the rounding of the logits. At temperature 0 it is not read and may be None.
         out: (S,) int64, on the device of logits, to which tokens are written; None: to a new tensor.
 
     Returns:
@@ -84,17 +84,17 @@ def choose_next_token(
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row and their ids (S, count), largest first, of equals the smaller id first.
+    """The `count` largest of each row and their ids (S, count), largest first, among equals the smaller id first.
 
-    In float64, as the softmax rounds unequal logits to equal probabilities.
+    In float64, as the softmax would round unequal logits to equal probabilities.
     """
     vocab_size = logits.size(1)
     if count >= vocab_size or logits.dtype == torch.float64:
         ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
         return ordered[:, :count], ids[:, :count]
-    # One integer holds logit and id, so that equal logits have one order on every device. The bits of a float are in
-    # the order of its value, those of negative ones the other way round.
-    bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: there is one zero
+    # One integer holds logit and id, so that equal logits have one order on every device. The bits of floats are in
+    # the order of their values, those of negative floats in the reverse order.
+    bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     backwards = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
     ids = vocab_size - 1 - ((order | backwards).topk(count, dim=-1).values & 0xFFFFFFFF)
