@@ -14,7 +14,7 @@ from data.tokenize import Fragment
 
 _TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
-# the first pattern that is there; "head" files are beginnings of a train split
+# the first of these names that exists is read; "head" files are beginnings of a train split
 _FILES = {
     "train": ("train.txt", "wiki.train.raw", "wiki.train.tokens", "wiki.train.head.raw", "wiki.train.head.tokens"),
     "validation": ("valid.txt", "validation.txt", "wiki.valid.raw", "wiki.valid.tokens"),
