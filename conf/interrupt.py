@@ -76,7 +76,7 @@ def _explain_import(kind: type[BaseException], error: BaseException, trace: Trac
         line = f"{missing} is not installed for {sys.executable}; begin with `uv run`, or run `pip install .` first"
     elif isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # PyTorch needs one
         line = f"{error.strerror}; make room there, or give TMPDIR a folder that can be written"
-    elif importing and package not in _OURS and isinstance(error, Exception):  # as if a CUDA library is missing
+    elif importing and package not in _OURS and isinstance(error, Exception):  # such as a missing CUDA library
         reason = shorten("".join(traceback.format_exception_only(error)), 200)
         line = f"{importing} cannot be loaded ({reason}); where it is damaged, `uv sync --reinstall` mends it"
     if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":

@@ -293,7 +293,7 @@ def _as_given() -> list[str]:
 
 
 def name_user() -> None:
-    """Give the user a name where a container knows only a number: PyTorch names a folder by it, or fails."""
+    """Give the user a name in a container that has only a number: PyTorch names a folder by it, or fails."""
     try:
         getpass.getuser()
     except (KeyError, OSError):  # the second since Python 3.13
@@ -301,7 +301,7 @@ def name_user() -> None:
 
 
 def register(schema: type) -> None:
-    """Give Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `sweep_dir`,
+    """Register with Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `sweep_dir`,
     `optim_for`, `tokenizer_for` and `unless`.
 
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
@@ -348,7 +348,7 @@ def changed(settings: S, change: str) -> S:
 
 
 def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
-    """ValueError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing.
+    """Raise ValueError for a ??? in a chosen file, unless the command line has its key: composing drops missing values.
 
     resumed: the settings of a resumed run, which may have the value; only the files of groups that were typed are then
         checked, except an experiment's.

@@ -16,9 +16,9 @@ from training.resume import MAY_CHANGE, earlier_settings, settings_as_asked
 def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, known: set[str]) -> DictConfig:
     """`cfg` with the settings of the run that `resume` or `init_from` names.
 
-    A resumed run keeps its settings except the keys in `typed`, which are `cfg`'s; so is all of a typed group whose
-    choice differs. With `init_from` model and tokenizer are the checkpoint's, unless `typed` chooses an experiment; a
-    model of transformers then gets AdamW, unless `typed` chooses an optimizer.
+    A resumed run keeps its settings, except the keys in `typed` and all keys of a typed group whose choice differs:
+    these are `cfg`'s. With `init_from` model and tokenizer are the checkpoint's, unless `typed` chooses an experiment;
+    a model of transformers then gets AdamW, unless `typed` chooses an optimizer.
 
     cfg: the composed configuration.
     typed: the arguments of the command line.

@@ -119,7 +119,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def check_tokenizer(name: str) -> None:
-    """ValueError unless there may be a tokenizer of that name: one of ours, a folder, OWNER/NAME of the hub."""
+    """Raise ValueError unless there may be a tokenizer of that name: one of ours, a folder, OWNER/NAME of the hub."""
     if name not in TOKENIZERS and "/" not in name and not (name and Path(name).is_dir()):
         raise ValueError(
             f"tokenizer={name} is not known; use one of {', '.join(TOKENIZERS)}, or a folder with a tokenizer.json"

@@ -30,7 +30,7 @@ from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_labe
 
 FORMAT = 1  # raise it when the same text would give other tokens or another layout; old folders are then not used
 MANIFEST = "manifest.json"
-LOOKED_AT = 1_000_000  # tokens after which, or at its end, a text may be refused for its unknown ones
+LOOKED_AT = 1_000_000  # tokens: a text is refused for its unknown ones only after so many, or at its end
 MOST_UNKNOWN = 0.01  # share of a text's tokens that may stand for text without a token
 _ABANDONED_SECONDS = 86_400  # a temporary folder this old belongs to a process that was killed
 
@@ -103,7 +103,7 @@ def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Pa
 
 
 def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None:
-    """ValueError where a split is too short, with the limit of the one that allows less: the remedy suits both."""
+    """Raise ValueError if a split is too short, with the limit of the shorter one, so that the remedy suits both."""
     windows_of = {"train": 1 + data.shift_windows, "validation": 1}
     longest, split = min(((len(dataset.tokens[split]) - 1) // windows, split) for split, windows in windows_of.items())
     if data.seq_len <= longest:

@@ -53,7 +53,7 @@ def open_splits(
     """
     import datasets
 
-    sizes = None  # None for streams, which have no slices
+    sizes = None  # stays None for streams, which have no slices
     splits = {"train": data.split, "validation": data.validation_split}
     with _one_line(data):
         # without a network `datasets` retries for 23 s before it looks into its cache; offline it looks at once
@@ -81,7 +81,7 @@ def open_splits(
 
 
 def _refuse_shared_rows(data: DataConfig, sizes: Mapping[str, int]) -> None:
-    """ValueError where held-out slices share rows with those that are trained on. sizes: rows of each split."""
+    """Raise ValueError if held-out slices share rows with those that are trained on. sizes: rows of each split."""
     from datasets import ReadInstruction
 
     specs = (data.split, data.validation_split)
@@ -91,8 +91,8 @@ def _refuse_shared_rows(data: DataConfig, sizes: Mapping[str, int]) -> None:
 
 
 def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Mapping[Path, str]) -> None:
-    """ValueError where `datasets` would read a file that was not hashed, whose tokens would stay in the cache after it
-    changes; a file of its own beside a dataset of `save_to_disk`; or a copy of another file.
+    """Raise ValueError if `datasets` would read a file that was not hashed, whose tokens would stay in the cache after
+    it changes; a file of its own beside a dataset of `save_to_disk`; or a copy of another file.
 
     files: those of each split, as the folder's README.md names them; a copy from the hub consists of links to files.
     hashed: SHA-256 of each file that was hashed.

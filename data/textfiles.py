@@ -113,7 +113,7 @@ def inspect(paths: list[Path]) -> list[TextFile]:
 
 
 def refuse_unlisted(folder: Path) -> None:
-    """ValueError for a folder in `folder`, not a hidden one, that may not be listed: `glob` skips it in silence."""
+    """Raise ValueError if a folder in `folder`, not a hidden one, may not be listed: `glob` skips it in silence."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(
@@ -212,7 +212,7 @@ def lines(file: TextFile) -> Iterator[str]:
 
 
 def refuse_changed(modified_ns: Mapping[Path, int]) -> None:
-    """ValueError if a file has changed since it was hashed: its tokens would be cached under the name of another text.
+    """Raise ValueError if a file has changed since it was hashed: its tokens would be cached as another text's.
 
     modified_ns: each file's time of change before it was hashed.
     """

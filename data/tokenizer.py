@@ -92,7 +92,7 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
 def tokenizer_label(name: str) -> str:
     """How a cache names the tokenizer `name`: a folder's by the contents of its files, wherever it lies.
 
-    What changed the tokens of the same contents is hashed with them, so that tokens of earlier releases are not used.
+    Changes of the code that altered tokens are hashed too, so that tokens of earlier releases are not used.
     """
     if name in TOKENIZERS:
         return name

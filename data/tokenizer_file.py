@@ -91,7 +91,7 @@ class FileEncoding:
         model = state["tokenizer"].get("model", {})
         unknown = model.get("unk_id") if model.get("unk_token") is None else self._inner.token_to_id(model["unk_token"])
         self.unk_token = None if model.get("byte_fallback") else unknown  # what stands for text that has no token
-        self.unknown = None if self.unk_token is None else self._inner.id_to_token(self.unk_token)  # as in a text
+        self.unknown = None if self.unk_token is None else self._inner.id_to_token(self.unk_token)  # its spelling
         self._line: list[int] = []  # tokens of a newline after the blank that is put before any text; empty if none is
         with suppress(ValueError):  # an alphabet without newlines
             line = self.encode_ordinary("\n")

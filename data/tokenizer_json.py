@@ -27,7 +27,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     tokens = {encoding.decode_single_token_bytes(id): id for id in range(encoding.eot_token)}
     if isinstance(encoding, CharacterEncoding):
         vocabulary = {token.decode(): id for token, id in tokens.items()}
-        model = {"type": "WordLevel", "unk_token": "<unk>"}  # it is not a token, which makes it an error
+        model = {"type": "WordLevel", "unk_token": "<unk>"}  # not a token: an unknown character is an error
         cut = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         decoder = {"type": "Fuse"}
     else:

@@ -1,6 +1,6 @@
 """WikiText: its own files, and its articles.
 
-The text is taken as published (Merity et al. 2016, arXiv:1609.07843), with the marks of its tokenization: hyphens,
+The text is used as published (Merity et al. 2016, arXiv:1609.07843), with the marks of its tokenization: hyphens,
 commas and points inside words and numbers as ` @-@ `, ` @,@ ` and ` @.@ `, punctuation set off by blanks, headings as
 ` = Title = `, and in the versions that are not raw `<unk>` for rare words. Undoing that would make losses incomparable
 with everybody else's.

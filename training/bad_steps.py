@@ -37,7 +37,7 @@ MOST_DUMPS = 5  # of one run: each is as large as a checkpoint, and the first on
 DUMPS = "bad_steps"  # folder of the dumps, in the run's
 SPIKE_WINDOW = 64  # losses that the next one is compared with
 SPIKE_LEAST = 16  # fewer losses say little about their spread
-SPIKE_DEVIATIONS = 6.0  # one in 1e9 samples of normal noise is further out; a diverging run is after a few steps
+SPIKE_DEVIATIONS = 6.0  # one in 1e9 samples of normal noise is further out; a diverging run gets there in a few steps
 
 ComputeStep = Callable[[Callable[..., Tensor], Batch, NoOpOptimizer, Hardware], Any]  # Stepper.compute_step
 NOT_COMPILED = " (run again module by module, not compiled)"

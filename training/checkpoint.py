@@ -117,7 +117,7 @@ class Checkpoint:
         return self.meta.get("theirs")
 
     def require(self, form: Form, values: Any, file: str, place: str = "") -> None:
-        """ValueError for the first key of `form` that `values`, read from `file`, lacks or has in another type."""
+        """Raise ValueError for the first key of `form` that `values`, from `file`, lacks or has in another type."""
         for key, expected in form.items():
             name = f"{place}{key}"
             if not isinstance(values, Mapping) or key not in values:

@@ -189,7 +189,7 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
 
 
 def show_sweep(folders: list[Path]) -> None:
-    """What is printed at a sweep's end: the table of its runs, and where their picture is."""
+    """At a sweep's end, print the table of its runs and where their picture is."""
     if runs := list(filter(_has_a_line, folders)):
         compare(runs, runs[0].parent / "compare.png")
 

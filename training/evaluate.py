@@ -106,7 +106,7 @@ def prompt_of(text: str, dataset: Dataset, seq_len: int) -> list[int]:
 def whole_words(tokens: list[int], most: int, tokenizer: tiktoken.Encoding) -> list[int]:
     """At most `most` of `tokens`, beginning where a word begins and ending where one ends.
 
-    The first word may be half of one, so it is left out. Without any blank, whole characters are taken.
+    The first word may be half of one, so it is left out. Without any blank, whole characters are used.
     """
     pieces = [tokenizer.decode_bytes([token]) for token in tokens]
     after_blank = [False, *(piece[-1:].isspace() for piece in pieces[:-1])]

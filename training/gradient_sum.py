@@ -21,7 +21,7 @@ class GradientSum:
         self._parameters, self._world, self._copied = parameters, world, copied
         self._to_end = sums_that_end(micro_batches)[::-1]  # for each micro-batch to come, the next one last
         self._loss: Tensor | None = None  # of the first micro-batch of a pair, whose gradient is in `grad`
-        self._pending: list[list[Tensor]] = []  # gradients and loss of terms whose other term is to come
+        self._pending: list[list[Tensor]] = []  # gradients and loss of sums that wait for their other term
 
     def add(self, loss: Tensor) -> None:
         """After a backward pass: the micro-batch's loss; its gradients are in `grad`."""

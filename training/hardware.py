@@ -101,7 +101,7 @@ def choose_hardware(config: HardwareConfig, world: World = ALONE) -> Hardware:
 
 
 def refuse_without_compiler(hardware: Hardware) -> None:
-    """ValueError where nothing can be compiled; the first step would fail on that with a traceback of PyTorch's.
+    """Raise ValueError if nothing can be compiled; the first step would fail with a traceback of PyTorch's.
 
     On a CPU torch.compile needs a C++ compiler. On a GPU every run needs Triton, and so a C compiler: rotary positions
     and the loss are kernels of ours whatever the attention. Both include Python.h, which a Linux distribution's own
@@ -196,7 +196,7 @@ def keep_freed_memory() -> None:
 
 
 def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
-    """Whichever of bfloat16 and float32 is faster for matrix products on `device`, and why.
+    """The faster of bfloat16 and float32 for matrix products on `device`, and why.
 
     A CPU without units for bfloat16 is slower in it than in float32. AVX-512's units are worth using on AMD's cores
     (Zen 4: commit 19b9d6d) but not on Intel's (Sapphire Rapids: commit 4f5e24f), whose fast units are AMX's; a virtual
@@ -220,7 +220,7 @@ def onednn_is_faster() -> bool:
 
     On AMD's cores with AVX-512 it is: it reaches 450 GFLOP/s on two cores of an EPYC of family 26, where MKL, made for
     Intel's, uses AVX2 and reaches 210 (torch 2.11.0, 2026-11-27). PyTorch uses oneDNN at the precision "medium", which
-    also allows it to round to bfloat16; it does so only with AMX. Each new shape takes it a millisecond: reading a
+    also allows it to round to bfloat16; it does so only with AMX. Each new shape costs it a millisecond: reading a
     cache that grows by a token at a time was a quarter slower.
     """
     cpu = torch.cpu.get_capabilities()
@@ -228,7 +228,7 @@ def onednn_is_faster() -> bool:
 
 
 def gpu_number(device: str) -> int:
-    """N of hardware.device=cuda:N, else 0. `torch.device` takes N modulo 256, or cannot parse it."""
+    """N of hardware.device=cuda:N, else 0. `torch.device` reads N modulo 256, or cannot parse it."""
     return int(device.partition(":")[2] or 0)
 
 

@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl` and `loss.png` always, console lines, Weights & Biases where it is wanted.
+"""What a run records: `metrics.jsonl` and `loss.png` always, console lines, Weights & Biases if it is enabled.
 
 Logging watches the run and never changes it: it draws no random number, and a failing wandb is reported once and
 switched off. Every figure of this project carries its `provenance`: commit, versions, machine, command.
@@ -165,7 +165,7 @@ class RunLog:
         self, results: Mapping[str, Any], check: NumberCheck, stop: StopRequest | None, checkpoint: Path | None,
         unsaved: OSError | ValueError | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Write `summary.json`, hand it to wandb, print the run's last lines, return the summary.
+        """Write `summary.json`, log it to wandb, print the run's last lines, return the summary.
 
         results: "steps", "seconds" and whatever else is known; its evaluation, unless the run was stopped.
         stop: why it was stopped. checkpoint: the last one saved. unsaved: why its end was not saved.

@@ -151,7 +151,7 @@ class Plan:
         limit = self.free / self.margin
         if auto and (fitting := self.largest_fitting(limit)):
             return fitting
-        # on a CPU no run needs less than its forecast, and Linux kills one that needs too much without a message
+        # on a CPU no run needs less than its forecast, and the system kills one that needs too much without a message
         if not auto and self.peak <= self.free * (1 if self.on_cpu else MARGIN):
             return self
         smallest = replace(self, micro_batch=1) if auto else self

@@ -268,7 +268,7 @@ class NoOpOptimizer:
 
 
 def _refuse_other_moments(optimizer: torch.optim.Optimizer, parameters: list[Tensor], saved: Any) -> None:
-    """ValueError where `saved` is not what `optimizer.state_dict()` gives after some steps on whole `parameters`."""
+    """Raise ValueError unless `saved` is an `optimizer.state_dict()` after some steps on whole `parameters`."""
     moments = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(moments, dict):
         raise ValueError(f"optimizer without moments by parameter: {type(saved).__name__}")
@@ -288,7 +288,8 @@ def _refuse_other_moments(optimizer: torch.optim.Optimizer, parameters: list[Ten
 
 
 def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: bool) -> None:
-    """ValueError unless `value` is a plain tensor like `like`, without NaN or, unless `below_zero`, negatives."""
+    """Raise ValueError unless `value` is a plain tensor like `like` without NaN, and without negatives unless
+    `below_zero`."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
         raise ValueError(f"{name} is a {type(value).__name__}, expected a tensor with values")
     if value.shape != like.shape or value.dtype != like.dtype:

@@ -66,7 +66,7 @@ def region(name: str) -> Iterator[None]:
 
 
 def refuse_too_few(steps: int) -> None:
-    """ValueError where the `steps` that are left to run are too few to record any."""
+    """Raise ValueError if the `steps` that are left to run are too few to record any."""
     if steps < STEPS_NEEDED:
         raise ValueError(
             f"profile=true needs {STEPS_NEEDED} steps ({SKIPPED_STEPS + WARMUP_STEPS} to settle, {RECORDED_STEPS} "

@@ -39,7 +39,7 @@ def number_in(environment: Mapping[str, str], name: str) -> int:
 
 
 def check_address(size: int) -> None:
-    """ValueError unless MASTER_ADDR and MASTER_PORT name a place where `size` processes can meet."""
+    """Raise ValueError unless MASTER_ADDR and MASTER_PORT name a place where `size` processes can meet."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ValueError(f"{name} is not set, and {size} processes must meet; torchrun sets it")

@@ -115,7 +115,7 @@ def _require_a_runs(checkpoint: Checkpoint) -> None:
 def refuse_unless_same(
     checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
 ) -> None:
-    """ValueError where `checkpoint` cannot be resumed, with the first key that differs, its value then and now.
+    """Raise ValueError if `checkpoint` cannot be resumed, with the first key that differs, its value then and now.
 
     settings: the run's, resolved. tokenizer: its `tokenizer_state`.
     """
@@ -137,7 +137,7 @@ def refuse_unless_same(
 def refuse_unless_it_fits(
     checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
 ) -> None:
-    """ValueError where a run cannot start with the weights of `checkpoint`; arguments as for `refuse_unless_same`."""
+    """Raise ValueError if a run cannot start with the weights of `checkpoint`; arguments of `refuse_unless_same`."""
     _require_a_runs(checkpoint)
     here = f"init_from={checkpoint.path}"
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
@@ -145,7 +145,7 @@ def refuse_unless_it_fits(
 
 
 def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """ValueError where the text has changed and no key of the data group says so, or where other rows are held out."""
+    """Raise ValueError if the text has changed and no key of the data group says so, or if other rows are held out."""
     then, before, now = checkpoint.meta["data_fingerprint"], checkpoint.meta["settings"]["data"], settings["data"]
     changed = [key for key in now if key not in NOT_OF_THE_TEXT and before.get(key, now[key]) != now[key]]
     if key := _held_out_anew(before, now, changed):
@@ -272,7 +272,7 @@ def _lr_factor(settings: Mapping[str, Any], step: int) -> float | None:
 
 
 def _refuse_other_losses(losses: list[Any]) -> None:
-    """ValueError where these cannot be `NumberCheck`'s window of losses."""
+    """Raise ValueError if these cannot be `NumberCheck`'s window of losses."""
     if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
         raise ValueError(f"number_check.losses is not a list of at most {SPIKE_WINDOW} numbers")
 

@@ -324,7 +324,7 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
 def _refuse_files_that_differ(world: World, sums: dict[str, str]) -> None:
     """Raise ValueError if a process found another text or checkpoint under the same name, as on another disk.
 
-    No other check finds a different text, as all processes add the same gradients, or different weights where each
+    No other check finds a different text, as all processes sum the same gradients, or different weights where each
     process holds only some of their rows.
     """
     first, *others = world.all_gather(sums)

@@ -25,7 +25,7 @@ FEW_FLOPS = 1e11  # a step of this many is not slow on any CPU
 class Speed:
     """Measures a run's steps of `batch_tokens` over all processes, without evaluation, samples, saving, compilation.
 
-    began: when the run began, on time.perf_counter; the time that earlier processes of the run took is before it.
+    began: the run's start on time.perf_counter, set back by the time that its earlier processes took.
     """
 
     def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, step: int, began: float) -> None:
@@ -40,8 +40,8 @@ class Speed:
         self._since, self._from_step = time.perf_counter(), step
 
     def progress(self, step: int) -> dict[str, float]:
-        """How far the run is after `step` steps: its tokens, and its seconds for all that it did, in earlier processes
-        too."""
+        """How far the run is after `step` steps: tokens, and the seconds of all that it did, including those of
+        earlier processes."""
         return {"tokens": step * self._batch_tokens, "seconds": time.perf_counter() - self._began}
 
     def lap(self, step: int) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other at each step: a few numbers that are summed along with the gradients."""
+"""What the processes of a run exchange at each step: a few numbers that are summed along with the gradients."""
 
 import statistics
 import sys

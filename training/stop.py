@@ -6,8 +6,8 @@ Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (scr
 resumes the run. (2 is a user's mistake, conf/program.py, or memory that ran out, training/memory.py: something has to
 be changed first.) A second signal takes its default action and ends the process at once. A second SIGHUP or SIGUSR1
 is ignored: a closed terminal sends two SIGHUPs, the shell's and the kernel's, and SLURM also sends SIGUSR1 to a program
-that wraps the run and may pass it on. Among several processes, so is a second one of the same signal: torchrun passes
-on what a terminal has already sent to all. If SIGHUP (nohup) or SIGINT (a script's &) was ignored before, it still is.
+that wraps the run and may pass it on. Among several processes, a repeat of the same signal is ignored: torchrun
+passes on what a terminal has already sent to all. A SIGHUP (nohup) or SIGINT (a script's &) ignored before still is.
 """
 
 import os

@@ -61,7 +61,7 @@ def load_trained(
 
 
 def refuse_other_keys(checkpoint: Checkpoint, group: str, config: type) -> None:
-    """ValueError where the run's settings of a group are not those of a `config` of this version."""
+    """Raise ValueError if the run's settings of a group are not those of a `config` of this version."""
     found, kinds = checkpoint.meta["settings"][group], get_type_hints(config)
     if unknown := found.keys() - kinds.keys():
         raise ValueError(

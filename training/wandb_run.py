@@ -1,4 +1,4 @@
-"""Weights & Biases where it is wanted: online where a login is found and the server answers, else offline."""
+"""Weights & Biases if it is enabled: online where a login is found and the server answers, else offline."""
 
 import configparser
 import http.client
