@@ -6,12 +6,12 @@
     python train.py -m optim.lr=1e-3,3e-4              one run for each value
     python train.py data=text data.files=my.txt name=mine   your own text, in runs/mine/
     python train.py resume=runs/mine/TIME              continue a run with its own settings; other keys change them
-    python train.py resume=auto name=mine              the newest run of that name, or its first
+    python train.py resume=auto name=mine              the newest run of that name, or a first one
     python train.py init_from=CHECKPOINT               a new run that starts with those weights
     python train.py --cfg job                          print the configuration of a new run
 
-This file is a run, top to bottom: resolve the settings, build, loop, close. Everything it calls is one file with one
-idea; this is the only training loop.
+This file is a run from top to bottom: resolve the settings, build, loop, close. Each thing it calls has a file of its
+own; this is the only training loop.
 """
 
 import math
@@ -67,15 +67,15 @@ def train(
 
     Args:
         attend: called in place of the attention that `settings` names, with the same arguments (model/attention.py).
-        on_step: called after each step, before anything else is done with it; it must change nothing.
-        world: the processes that train together, each by this call; only the first one writes.
+        on_step: called after each step, before the loop does anything else with it; it must change nothing.
+        world: the processes that train together; each of them calls `train`, and only the first one writes.
 
     Raises:
-        ValueError: what cannot run, before anything is written or allocated.
+        ValueError: the settings cannot run; raised before anything is written or allocated.
     """
     began = time.perf_counter()
     with world.on_first(locked)(run_dir):
-        # every choice is made here; what cannot run is refused before anything is written or allocated
+        # makes every choice, and refuses what cannot run before anything is written or allocated
         chosen = resolve(settings, run_dir, world=world)
         with advice_when_out_of_memory(chosen.plan):
             return run(settings, chosen, run_dir, began, attend, on_step or (lambda step: None))
@@ -85,7 +85,7 @@ def run(
     settings: Settings, chosen: Run, run_dir: Path, began: float, attend: AttentionFunction | None,
     on_step: Callable[[Step], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """A run, in a folder that this process has locked."""
+    """Train in `run_dir`, which the first process has locked; return the summary."""
     config = settings.train
     hardware, dataset, resumed, first_step = chosen.hardware, chosen.dataset, chosen.resumed, chosen.first_step
     world, on_first = hardware.world, hardware.world.on_first  # on_first(f) does nothing in the other processes
@@ -94,7 +94,7 @@ def run(
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
     model = chosen.build_model()
-    forward = parallelize(model, hardware)  # compiled where the run is, sharded by parallel.data=shard
+    forward = parallelize(model, hardware)  # compiled if hardware.compile, sharded if parallel.data=shard
     optimizer = Optimizer(model, chosen.plan.optim, hardware.dtype, world)
     state, best_loss = resume.restore(resumed, model, optimizer, hardware.device, chosen.description)
     if chosen.initial:
@@ -108,14 +108,14 @@ def run(
     )  # fmt: skip
     evaluation = EvaluationSet.of(dataset, chosen.seq_len, config.eval_windows)
 
-    # --- what is written down: the log, the description, checkpoints
+    # --- what the run writes: the log, the description, checkpoints
     description = chosen.description | {"provenance": provenance()}
     log = on_first(RunLog)(run_dir, settings, chosen.wandb, description, resumed)
     saver = saver_of(run_dir / "checkpoints", config, log.say, world)
     log.describe(dataset.manifest, evaluation.protocol)
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
-    # --- what is done about a loss or gradient that is not finite
+    # --- what handles a loss or gradient that is not finite
     check = NumberCheck(optimizer, hardware, log.say, state.get("number_check"))
     bad_steps = BadSteps(
         config.on_nonfinite, run_dir, model, optimizer, hardware, check, saver, description, log.say, resumed
@@ -157,8 +157,8 @@ def run(
             if resumed and step == first_step + 1:
                 saver.go_back(resumed)
 
-            # --- after a loss or gradient that is not finite the optimizer does nothing, so the check may come a step
-            # late and set `step` back; it does not where the loss or the weights are logged, saved or evaluated
+            # --- after a loss or gradient that is not finite the optimizer changes nothing, so the check may run a step
+            # late and set `step` back; it waits for this step where the loss or weights are logged, saved or evaluated
             stopping = stop.requested
             if bad := check.look(step, loss, grad_norm, wait=stopping or config.is_observed(step)):
                 if not bad_steps.handle(bad, prefetcher, stepper.compute_step, stop):
@@ -169,10 +169,10 @@ def run(
                 speed.restart(step)
             log.advance(step)
 
-            # --- from here to the end of the loop the run is only observed: nothing draws from a training stream
+            # --- the rest of the loop only observes the run: it draws from none of the random streams of training
             if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimizer has its state
                 log.say(f"memory     {chosen.plan.beside(held)}")
-            if (profiler and profiler.step()) or step == first_step + 1:  # it has written its report; it has compiled
+            if (profiler and profiler.step()) or step == first_step + 1:  # after its report; after compilation
                 speed.restart(step)
 
             record, is_best = {}, False
@@ -192,19 +192,19 @@ def run(
                 log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
             if config.is_observed(step):
                 speed.restart(step)
-            if stopping:  # it is saved; to evaluate here would add a record that an uninterrupted run has not
+            if stopping:  # saved above; evaluating here would add a record that an uninterrupted run lacks
                 break
 
         best_loss = min(best_loss, results.get("val_loss", math.inf))
         results |= {"steps": step, "best_val_loss": best_loss, "attention": chosen.model.attention}
         results |= speed.progress(step)
         world.take_time()  # the first process may read a large text, or wait for a slow disk
-        if step >= config.steps and world.is_first:  # it reads all of the text, and a stop has little time
+        if step >= config.steps and world.is_first:  # this reads all of the text; a stop has little time
             results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
         saved = saver.wait() or (resumed and resumed.path)
         summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
         saver.check()
-        # inside of `with`: behind it a signal would end who waits here while the first process still writes
+        # inside `with`: after it, a signal would kill a process that waits here while the first one still writes
         return world.broadcast(summary and {**summary, "signal": stop.signal})
 
 

@@ -1,7 +1,7 @@
 """A program's command line, translated for Hydra.
 
 The value of a key that holds text arrives as typed, without quotes around all of it; only under -m, where a comma
-separates the values of a sweep, a value with a comma is read by Hydra's grammar.
+separates the values of a sweep, a value with a comma is parsed by Hydra's grammar.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from hydra.main import get_args_parser
 from conf.keys import Key
 
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
-SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # of runs that would else have no folder in common
+SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # for runs that would otherwise have no folder in common
 
 
 def read(
@@ -28,9 +28,9 @@ def read(
     parser.error = refuse  # type: ignore[method-assign]
     found: argparse.Namespace = parser.parse_intermixed_args(typed)
     flags, values = [a for a in typed if a not in found.overrides], list(found.overrides)
-    if found.hydra_help:  # Hydra's own page is of no configuration, and has no group for an argument to choose from
+    if found.hydra_help:  # Hydra's own page has no configuration, and so no group from which an argument could choose
         return flags, [], False
-    if empty := {"hydra.run.dir=", "hydra.sweep.dir="}.intersection(values):  # of a shell's variable that is not set
+    if empty := {"hydra.run.dir=", "hydra.sweep.dir="}.intersection(values):  # from a shell variable that is not set
         refuse(f"{empty.pop()} names no folder; write . for this one")
     if positional and (bare := [value for value in values if _is_positional(value)]):
         if named := [value for value in values if value.startswith(f"{positional}=")]:
@@ -50,10 +50,10 @@ def key_of(override: str) -> str:
 
 
 def _is_positional(value: str) -> bool:
-    """Whether an argument is no key=value: a path, whose folders may have a = in their names."""
+    """Whether an argument is not a key=value but a path, whose folders may have a = in their names."""
     key, equals, _ = value.partition("=")
     if equals:
-        return "/" in key and not key.startswith("hydra/")  # hydra/launcher=NAME is a choice of Hydra's
+        return "/" in key and not key.startswith("hydra/")  # hydra/launcher=NAME chooses from a group of Hydra's
     return not value.startswith("~")
 
 
@@ -63,7 +63,7 @@ def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:
     known = keys.get(key.lstrip("+"))
     if not equals or known is None or not known.is_text or (sweeps and "," in value):
         return argument
-    if value.startswith("[") and known.type is Any:  # of a key that also takes a list
+    if value.startswith("[") and known.type is Any:  # the key also accepts a list
         return argument
     if value == "null" and known.type is not str:
         return argument
@@ -73,7 +73,7 @@ def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:
 
 
 def literal(value: Any) -> Any:
-    """A value that OmegaConf leaves as it is: in its strings `${` is text, and backslashes before it are doubled."""
+    """Escape a value for OmegaConf, which then leaves it as it is: `${` is text, backslashes before it are doubled."""
     if isinstance(value, dict):
         return {key: literal(item) for key, item in value.items()}
     if isinstance(value, list):

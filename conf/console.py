@@ -49,11 +49,11 @@ def protect_console(*, prints_only: bool) -> None:
         if not (prints_only and isinstance(error, BrokenPipeError)):
             print(f"the console cannot be written ({error.strerror}); the program goes on without it", file=sys.stderr)
 
-    if not os.environ.get("COLUMNS", "80").strip("0"):  # no terminal's: Rich would print nothing
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # 0, no terminal's width: Rich would print nothing
         del os.environ["COLUMNS"]
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # it was closed before the start; its number must not become a file's
+        if stream is None:  # it was closed before the start; a file must not get its descriptor's number
             stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         if not isinstance(stream, Output):
             setattr(sys, name, Output(stream, report) if name == "stdout" else Output(stream))

@@ -11,8 +11,8 @@ from conf.keys import is_folder_name
 from training.lock import NAME as LOCK
 from training.lock import SWEEP, by_time, sweep_of
 
-LOG_OF_ANOTHER = re.compile(r"rank_\d+\.log")  # of several processes, which leave them where they fail
-MADE: set[Path] = set()  # by this process, before anything was checked
+LOG_OF_ANOTHER = re.compile(r"rank_\d+\.log")  # logs of the other processes, which write them if they fail
+MADE: set[Path] = set()  # created by this process, before anything was checked
 
 
 def folder_of_run(resume: str | None, name: str | None, experiment: str, time: str) -> str:
@@ -21,14 +21,14 @@ def folder_of_run(resume: str | None, name: str | None, experiment: str, time: s
 
 
 def folder_of_sweep(resume: str | None, name: str | None, experiment: str, time: str) -> str:
-    """A new folder for a sweep, under the name of the run that it resumes where none was typed."""
+    """A new folder for a sweep; if no name was typed, under the name of the run that it resumes."""
     if not name and resume != "auto" and (run := resumed_run(resume, None, experiment)):
         name = (sweep_of(run) or run).parent.name
     return _own(f"{_runs(name, experiment)}/{time}")
 
 
 def resumed_run(resume: str | None, name: str | None, experiment: str) -> Path | None:
-    """The folder of the run that `resume` means, `auto` the newest of that name; None where it means none."""
+    """The folder of the run that `resume` names, with `auto` the newest of that name; None if it names none."""
     if resume == "auto":
         return newest_run(name, experiment)
     if resume:
@@ -41,14 +41,14 @@ def resumed_run(resume: str | None, name: str | None, experiment: str) -> Path |
 
 
 def newest_run(name: str | None, experiment: str) -> Path | None:
-    """The folder that resume=auto means; None where there is no run of that name. One that was killed before its first
-    checkpoint is begun anew."""
+    """The folder that resume=auto means; None if there is no run of that name. A run that was killed before its first
+    checkpoint begins anew."""
     earlier = [path.parent for path in Path(_runs(name, experiment)).glob("*/checkpoints")]
     return max(earlier, key=by_time, default=None)
 
 
 def _names(run: Path) -> list[str]:
-    """What a run may be called by: its folder's folder and, as a sweep's run has one more, that one's; not `runs`."""
+    """A run's names: its parent folder's and, as a sweep's run is one level deeper, the one's above; not `runs`."""
     above = run.parent.parent.name
     return [run.parent.name, *([] if above == "runs" else [above])]
 
@@ -58,9 +58,9 @@ def _runs(name: str | None, experiment: str) -> str:
     return f"runs/{name if name and is_folder_name(str(name)) else experiment}"
 
 
-@cache  # it is asked for more than once
+@cache  # called more than once
 def _own(folder: str) -> str:
-    """`folder`, made by this process, or with a number where another run began in the same second."""
+    """Create `folder`, with a number appended if another run began in the same second, and return its path."""
     own, number = folder, 1
     while True:
         try:
@@ -70,12 +70,12 @@ def _own(folder: str) -> str:
         except FileExistsError:
             number += 1
             own = f"{folder}_{number}"
-        except OSError:  # Hydra will fail with it too, and conf/mistakes.py explains it then
+        except OSError:  # Hydra will fail too, and conf/mistakes.py explains that
             return folder
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """The names in `folder`, but for the lock of who works there, and when each was changed."""
+    """The names in `folder` except the lock file, with the time of each one's last change in ns."""
     changed = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # another process's, renamed or removed meanwhile
@@ -87,7 +87,7 @@ def listing(folder: Path) -> dict[str, int]:
 def keep_traceback(log: Path) -> str:
     """Append the traceback to `log` and return a note of that for the message; '' where it cannot be written."""
     try:
-        with log.open("a", encoding="utf-8", errors="backslashreplace") as file:  # a name may be no text
+        with log.open("a", encoding="utf-8", errors="backslashreplace") as file:  # a file name may not be valid text
             file.write(traceback.format_exc())
     except OSError:
         return ""
@@ -95,7 +95,7 @@ def keep_traceback(log: Path) -> str:
 
 
 def remove_logs_of_others(folder: Path, before: dict[str, int]) -> None:
-    """If all that was written since `before`, a listing, are logs of other processes, which found the same mistake."""
+    """Remove other processes' logs, of the same mistake, if nothing else has changed since the listing `before`."""
     now = listing(folder)
     logs = {name for name in now.keys() - before.keys() if LOG_OF_ANOTHER.fullmatch(name)}
     if {name: changed for name, changed in now.items() if name not in logs} == before:
@@ -104,7 +104,7 @@ def remove_logs_of_others(folder: Path, before: dict[str, int]) -> None:
 
 
 def remove_empty_sweeps(folders: set[Path]) -> None:
-    """Of `folders`, and those that this process made, remove sweeps that hold nothing but Hydra's own file."""
+    """Remove those of `folders`, and of the ones this process made, that are sweeps with only Hydra's own file."""
     for sweep in MADE | folders:
         if list(listing(sweep)) == [SWEEP]:
             (sweep / SWEEP).unlink()
@@ -112,14 +112,17 @@ def remove_empty_sweeps(folders: set[Path]) -> None:
 
 
 def remove_if_empty(folder: Path) -> bool:
-    """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
+    """Remove `folder` if it is empty; return whether it is gone.
+
+    Hydra creates the run's folder before anything is checked; a refused run leaves none behind.
+    """
     if folder != Path() and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
         name, runs = folder.parent, folder.parent.parent
-        if runs.name == "runs" and not any(name.iterdir()):  # nor a name without runs, nor runs without names
+        if runs.name == "runs" and not any(name.iterdir()):  # nor a name without runs, nor runs/ without a name
             name.rmdir()
             if not any(runs.iterdir()):
-                with suppress(OSError):  # a link, or where a disk is mounted
+                with suppress(OSError):  # a link, or a mount point
                     runs.rmdir()
         return True
     return not folder.exists()

@@ -1,11 +1,11 @@
-"""What ends a program among its imports, where Python shows a traceback: Ctrl-C, a full disk, a package that is missing
-or damaged.
+"""What ends a program during its imports, where Python would show a traceback: Ctrl-C, a full disk, a package that is
+missing or damaged.
 
 PyTorch takes seconds to import. Programs call `before_imports` before that, train.py `before_a_run`; conf/program.py,
 which handles a KeyboardInterrupt, calls `raise_again`.
 """
 
-from __future__ import annotations  # Python 3.9, which macOS has, reads this before it hears that it is too old
+from __future__ import annotations  # macOS's Python 3.9 parses this file before the check below refuses it
 
 import os
 import signal
@@ -15,7 +15,7 @@ from textwrap import shorten
 from types import FrameType, TracebackType
 
 OLDEST = (3, 11)
-# not found where Python was told not to look here
+# not found if Python is started without this folder on its path
 _OURS = ("__main__", "conf", "data", "kernels", "model", "scripts", "train", "training")
 
 
@@ -26,7 +26,7 @@ def before_imports() -> None:
 
 
 def before_a_run() -> None:
-    """`before_imports`, and what SLURM and other processes of a run need as early."""
+    """`before_imports`, and what SLURM and the other processes of a run need as early as that."""
     before_imports()
     # SLURM's signal of a time limit waits for StopRequest, which handles it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -36,8 +36,8 @@ def before_a_run() -> None:
 
 
 def need_an_environment() -> None:
-    """Exit with one line on Windows, where Python is too old or, later, where an import fails in a package that is not
-    ours."""
+    """Exit with one line on Windows, if Python is too old or, later, if an import of a package that is not ours
+    fails."""
     if sys.platform == "win32":
         _exit("this runs on Linux and macOS; on Windows use WSL (`wsl --install`), and begin anew there")
     if sys.version_info < OLDEST:
@@ -47,7 +47,7 @@ def need_an_environment() -> None:
 
 
 def leave_quietly() -> None:
-    """Exit with 130 at SIGINT; where it is ignored, it stays so."""
+    """Exit with 130 at SIGINT; if it is ignored, it stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -70,13 +70,13 @@ def _explain_import(kind: type[BaseException], error: BaseException, trace: Trac
     package = (getattr(error, "name", None) or "").partition(".")[0]
     missing = package if kind is ModuleNotFoundError and package not in (*_OURS, importing) else ""
     line = None
-    if missing in sys.stdlib_module_names:  # as _ctypes or _lzma where Python was built without their libraries
+    if missing in sys.stdlib_module_names:  # such as _ctypes or _lzma, if Python was built without their libraries
         line = f"{sys.executable} was built without {missing}; use another Python, as `uv run --managed-python` does"
     elif missing:
         line = f"{missing} is not installed for {sys.executable}; begin with `uv run`, or run `pip install .` first"
-    elif isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # PyTorch asks for one
+    elif isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # PyTorch needs one
         line = f"{error.strerror}; make room there, or give TMPDIR a folder that can be written"
-    elif importing and package not in _OURS and isinstance(error, Exception):  # as where a library of CUDA's is missing
+    elif importing and package not in _OURS and isinstance(error, Exception):  # such as a missing CUDA library
         reason = shorten("".join(traceback.format_exception_only(error)), 200)
         line = f"{importing} cannot be loaded ({reason}); where it is damaged, `uv sync --reinstall` mends it"
     if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -86,6 +86,6 @@ def _explain_import(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _exit(message: str) -> None:
-    """conf/mistakes.py, which says the same, imports packages itself."""
+    """Print one line and exit with 2, as conf/mistakes.py does, which imports packages itself."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(2)  # an exception in a hook would be shown beside the first

@@ -30,7 +30,7 @@ class Key:
     """A field of a dataclass."""
 
     type: Any
-    comment: str = ""  # at the end of its line
+    comment: str = ""  # at the end of the field's line
 
     @property
     def is_text(self) -> bool:
@@ -58,7 +58,7 @@ def known_keys(schema: type) -> dict[str, Key]:
 
 
 def help_page(docstring: str | None, config: str, schema: type, overrides: list[str]) -> str:
-    """The program's docstring, the groups, and every key as it stands: those that `schema` itself adds first."""
+    """The program's docstring, the groups, and every key with its value, those that `schema` itself adds first."""
     with initialize_config_module("conf", version_base="1.3"):
         cfg = compose(config, overrides=overrides)
     keys, own = known_keys(schema), schema.__annotations__
@@ -75,7 +75,7 @@ def help_page(docstring: str | None, config: str, schema: type, overrides: list[
 
 
 def _typed(value: Any) -> str:
-    """A value as the command line takes it."""
+    """A value as it is written on the command line."""
     if OmegaConf.is_list(value):
         return "[" + ",".join(map(_typed, value)) + "]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

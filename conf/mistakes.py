@@ -50,18 +50,18 @@ def fail(message: str, *, prints: bool = True) -> int:
 def refuse_several(name: str) -> None:
     """Exit where torchrun or srun started this program more than once; the first process says so.
 
-    An environment with half of what they set is another's, as of a cluster's pod, and no matter of one process.
+    An environment with half of what they set comes from elsewhere, as in a cluster's pod, and is ignored.
     """
     if not os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
         return
-    from training.rendezvous import ranks  # it needs PyTorch, and tools may not
+    from training.rendezvous import ranks  # it needs PyTorch, which a tool may do without
 
     try:
         rank, size, _ = ranks()
     except ValueError:
         return
     if rank > 0:
-        sys.exit()  # in peace: torchrun stops all when one fails, and the first has not yet said why
+        sys.exit()  # with code 0: torchrun stops all when one fails, and the first has not yet printed why
     if size > 1:
         sys.exit(fail(f"{name} is one process, and {size} were started; start it without torchrun or srun"))
 
@@ -69,10 +69,10 @@ def refuse_several(name: str) -> None:
 def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = None) -> str:
     """One line for an error of Hydra, OmegaConf, the operating system or a dataclass.
 
-    keys: `known_keys` of the schema. cfg: what was composed, where it got so far; a wrong value is read from it.
+    keys: `known_keys` of the schema. cfg: the composed configuration, if it got so far; a wrong value is read from it.
     """
     text = str(error).strip().split("\n")[0]
-    if not text and isinstance(error.__cause__, OmegaConfBaseException):  # Hydra's wrapper has no words of its own
+    if not text and isinstance(error.__cause__, OmegaConfBaseException):  # Hydra's wrapper has no message of its own
         error = error.__cause__
     match error:
         case OmegaConfBaseException():
@@ -104,7 +104,7 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
             return f"~{key} deletes nothing: {key} is null already; drop it"
         if text.startswith("Could not append") and key in keys:
             return f"+{key} adds a key, and {key} is there; write {key}=VALUE"
-        if key in keys:  # a mapping that is open
+        if key in keys:  # a mapping that accepts any keys
             return f"{key} has no such keys yet; write +{key}={{KEY:VALUE}}"
         return _unknown_key(key, keys)
     return str(error) if isinstance(error, ValueError) else text  # a dataclass's: its value may have several lines
@@ -113,7 +113,7 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
 def no_value(key: str, choice: str | None = None) -> str:
     """One line for ???, OmegaConf's mark of a missing value; a merge would silently leave the default there.
 
-    choice: group=NAME of the file that has it, where it was not typed.
+    choice: group=NAME of the file that has the ???, if it was not typed.
     """
     if choice:
         return f"{key}=??? stands for a value that is missing in {choice}; give one, as {key}=VALUE"
@@ -122,7 +122,7 @@ def no_value(key: str, choice: str | None = None) -> str:
 
 def of_the_system(error: OSError, folder: Path) -> str:
     """One line for a file or folder that cannot be used, by a run in `folder`."""
-    if error.errno is None:  # in our words
+    if error.errno is None:  # raised by us, in our words
         return str(error)
     if error.filename is None:
         return f"{error.strerror or error} (the run's folder is {folder}); free what is short and run again"
@@ -145,7 +145,7 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
         return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}{remedy}"
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return no_value(missing.group(1))
-    if "choices.experiment' not found" in text:  # what the run's folder is called by
+    if "choices.experiment' not found" in text:  # which names the run's folder
         return "a run has one experiment; write experiment=NAME, or leave experiment out"
     if "nterpolation" in text or isinstance(error, GrammarParseError):
         return f"{key or 'a value'} refers to what cannot be had ({text}); write the value itself"

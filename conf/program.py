@@ -1,8 +1,8 @@
 """How every program starts: Hydra composes, dataclasses check, one line explains a mistake.
 
 `@program("config", Settings)` turns a function of `(settings, run_dir)` into a command line. A user's mistake (a
-typo, a wrong type, an impossible value, a missing file) ends with one line on stderr and exit code 2. What is raised
-after the run has begun to write leaves its traceback in the run's folder; HYDRA_FULL_ERROR=1 shows any, above the line.
+typo, a wrong type, an impossible value, a missing file) ends with one line on stderr and exit code 2. An error
+after the run has begun to write leaves its traceback in the run's folder; HYDRA_FULL_ERROR=1 prints any traceback.
 """
 
 import getpass
@@ -71,13 +71,13 @@ def program(
 
     Args:
         config: "config" for a program with a training run's settings, "tool" for one that trains nothing.
-        experiment, overrides: arguments that hold where the command line says nothing about their keys.
-        run_dir: a folder of the date and time below it is made for each run; ".": nothing is written.
-        positional: the key, a list, of arguments that are not key=value.
+        experiment, overrides: default arguments, for keys that the command line does not set.
+        run_dir: each run gets a folder below it, named by date and time; ".": nothing is written.
+        positional: the key, of a list, that collects the arguments that are not key=value.
         after_sweep: called with the folders of a sweep's runs when all are done.
-        world: finds the processes that run `main` together, where there can be several. The first one's settings and
-            folder are those of all, and only it prints; what another one fails of is in rank_N.log in that folder.
-        alone: without a `world`, several processes are refused, which would write the same files.
+        world: finds the processes that run `main` together, where there can be several. All use the first
+            one's settings and folder, and only it prints; another one's error is in rank_N.log in that folder.
+        alone: refuse several processes if there is no `world`: they would write the same files.
 
     `--help` prints the docstring of the program's module and all keys, those that `schema` itself adds first.
     """
@@ -95,7 +95,7 @@ def program(
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
             protect_console(prints_only=config == "tool" or run_dir == ".")
             name_user()
-            os.environ.pop("MPLBACKEND", None)  # a notebook's own, for its `!python`; our pictures are files
+            os.environ.pop("MPLBACKEND", None)  # set by a notebook, for its `!python`; our pictures are files
             if sys.version_info >= NEWER:
                 sys.exit(fail(f"Python {sys.version_info[0]}.{sys.version_info[1]} is newer than Hydra 1.3; use 3.13"))
             if alone and world is None:
@@ -116,11 +116,11 @@ def program(
                 if wants_help:
                     return print(help_page(sys.modules[main.__module__].__doc__, config, schema, runs.values))
                 if not runs.is_first:
-                    scratch = tempfile.TemporaryDirectory(prefix="rank_")  # until the first process has made the run's
+                    scratch = tempfile.TemporaryDirectory(prefix="rank_")  # until the first has made the run's
                     runs.values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]
                 if (launcher := "hydra/launcher=submitit_slurm") in runs.values and not shutil.which("srun"):
                     raise ValueError(f"{launcher} needs SLURM's srun, which is not here; use a machine of the cluster")
-                sys.argv = [typed[0], *runs.values, *flags]  # flags last: --info would take a value for its own
+                sys.argv = [typed[0], *runs.values, *flags]  # flags last: --info would read a value as its own
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
                 if after_sweep and runs.is_first and len(runs.folders) > 1:
                     after_sweep(runs.folders)
@@ -166,7 +166,7 @@ class _Runs(Generic[S]):
         typed: the command line; values: its key=value arguments with `defaults`, those of the program.
         writes: whether each run has a folder of its own.
         processes: those that run together; None: this one alone.
-        folders, exit_codes, refused: of the runs so far; the codes of those that ended badly.
+        folders, exit_codes, refused: of the runs so far; codes only of those that ended badly, lines of those refused.
     """
 
     main: Callable[[S, Path], Any]
@@ -189,7 +189,7 @@ class _Runs(Generic[S]):
     def run_one(self, cfg: DictConfig) -> None:
         """One run with Hydra's `cfg`. If it is refused or stops, the other runs of a sweep still start.
 
-        Of several processes a refusal ends all: the others may wait in a collective for one that has refused.
+        With several processes a refusal ends all: the others may wait in a collective for the one that refused.
         """
         folder = Path(HydraConfig.get().runtime.output_dir)
         if not (below := os.path.relpath(folder)).startswith(os.pardir):  # else it outlives the current folder
@@ -231,14 +231,14 @@ class _Runs(Generic[S]):
         if self.is_first:
             composed = cfg
             if "resume" in cfg:
-                from conf.resumed import with_earlier_settings  # it needs PyTorch, and tools may not
+                from conf.resumed import with_earlier_settings  # it needs PyTorch, which a tool may do without
 
                 given = [override for override in _as_given() if override not in self.defaults]
                 cfg = with_earlier_settings(cfg, given, run, set(known_keys(self.schema)))
             _refuse_missing_in_files(cfg if cfg is not composed else None)
             settings = settings_from(cfg, self.schema)
-        if self.processes:  # those of the first one, which are right
-            resolved = OmegaConf.to_container(cfg, resolve=True) if self.is_first else None  # ${oc.env:...} is its own
+        if self.processes:  # all use the first one's, which are checked
+            resolved = OmegaConf.to_container(cfg, resolve=True) if self.is_first else None  # with its ${oc.env:...}
             cfg = OmegaConf.create(literal(self.processes.broadcast(resolved)))
             settings = settings_from(cfg, self.schema)
         return settings, run
@@ -249,13 +249,13 @@ class _Runs(Generic[S]):
         message = of_the_system(error, folder) if isinstance(error, OSError) else str(error)
         if self.processes and self.is_first:
             remove_logs_of_others(folder, before)
-        # the run had begun; in a folder that is another process's, it had not. In "." anybody may write
+        # whether the run had begun; in a folder that another process holds, it had not. In "." other programs may write
         has_begun = folder != Path() and not isinstance(error, InUse) and listing(folder) != before
         has_begun = has_begun and not holder(folder)
         if self.is_first and not remove_if_empty(folder) and has_begun:
             message += keep_traceback(folder / "error.log")
         self.end_all(folder, message, EXIT_USER_ERROR)
-        if os.getpid() != self.process:  # in a launcher's job; its end is read in `process`
+        if os.getpid() != self.process:  # in a launcher's job; `process` reads how it ends
             raise ValueError(message) from error
         self.exit_codes.append(fail(message))
         parsed = OverridesParser.create().parse_overrides(self.values)
@@ -264,14 +264,14 @@ class _Runs(Generic[S]):
         self.refused.append(f"no run of {' '.join(varied) or 'this'}: {message}")
 
     def show(self, error: Exception) -> None:
-        """Print the traceback of what one line will explain, for those who ask."""
+        """Print the traceback of an error that one line will explain, if HYDRA_FULL_ERROR=1."""
         if self.show_traceback and self.is_first:
             traceback.print_exception(error)
 
     def end_all(self, folder: Path | None, message: str, code: int) -> None:
-        """Of several processes, tell the others why they must end and end this one; with one process, do nothing.
+        """With several processes, tell the others why they must end, and end this one; with one process, do nothing.
 
-        The first one prints the message, its own or what it hears from another. folder: of the run, if it has begun.
+        The first one prints the message, its own or another's. folder: of the run, if it has begun.
         """
         if self.processes is None:
             return
@@ -283,7 +283,7 @@ class _Runs(Generic[S]):
 
 
 def of_a_sweep() -> bool:
-    """Whether this run may have others behind it."""
+    """Whether this run is one of a sweep, so that others may follow it."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
@@ -293,7 +293,7 @@ def _as_given() -> list[str]:
 
 
 def name_user() -> None:
-    """Give the user a name where a container knows only a number: PyTorch names a folder by it, or fails."""
+    """Give the user a name in a container that has only a number: PyTorch names a folder by it, or fails."""
     try:
         getpass.getuser()
     except (KeyError, OSError):  # the second since Python 3.13
@@ -301,14 +301,14 @@ def name_user() -> None:
 
 
 def register(schema: type) -> None:
-    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `sweep_dir`,
+    """Register with Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `sweep_dir`,
     `optim_for`, `tokenizer_for` and `unless`.
 
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
     """
     ConfigStore.instance().store("schema", OmegaConf.create(OmegaConf.to_container(_typed(schema))))
-    # cached: they make a folder, and jobs of a launcher, processes of their own, are handed what was found here
+    # cached: they create a folder, and a launcher's jobs, processes of their own, receive what was found here
     OmegaConf.register_new_resolver("run_dir", folder_of_run, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("sweep_dir", folder_of_sweep, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
@@ -332,7 +332,7 @@ def settings_from(cfg: DictConfig, schema: type[S]) -> S:
             raise ValueError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
         for key in (name for name, known in keys.items() if known.type in (bool, bool | None)):
-            if isinstance(value := OmegaConf.select(cfg, key), int) and value not in (0, 1):  # true to OmegaConf
+            if isinstance(value := OmegaConf.select(cfg, key), int) and value not in (0, 1):  # OmegaConf reads true
                 raise ValueError(f"{key}={value} has the wrong type: expected true or false")
         merged = OmegaConf.merge(_typed(schema), cfg)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
@@ -348,10 +348,10 @@ def changed(settings: S, change: str) -> S:
 
 
 def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
-    """ValueError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing.
+    """Raise ValueError for a ??? in a chosen file, unless the command line has its key: composing drops missing values.
 
-    resumed: of a run with settings of its own, which have the value, or takes only files whose groups were typed, an
-        experiment's not.
+    resumed: the settings of a resumed run, which may have the value; only the files of groups that were typed are then
+        checked, except an experiment's.
     """
     hydra_config = HydraConfig.get()
     typed = set(map(key_of, _as_given()))
@@ -385,5 +385,5 @@ def _missing(values: Any, key: str = "") -> Iterator[str]:
 
 
 def _optim_for(model: str) -> str:
-    """The optimizer that suits a choice of `model`: Muon knows the matrices of a GPT of ours alone."""
+    """The optimizer that suits a choice of `model`: Muon handles only the matrices of a GPT of ours."""
     return "adamw" if model == "huggingface" else "muon"

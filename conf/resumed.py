@@ -16,11 +16,11 @@ from training.resume import MAY_CHANGE, earlier_settings, settings_as_asked
 def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, known: set[str]) -> DictConfig:
     """`cfg` with the settings of the run that `resume` or `init_from` names.
 
-    A resumed run keeps its settings but for the keys in `typed`, which are `cfg`'s, as is all of a group that is
-    another. With `init_from` model and tokenizer are the checkpoint's, unless `typed` chooses an experiment; a model of
-    transformers has AdamW.
+    A resumed run keeps its settings, except the keys in `typed` and all keys of a typed group whose choice differs:
+    these are `cfg`'s. With `init_from` model and tokenizer are the checkpoint's, unless `typed` chooses an experiment;
+    a model of transformers then gets AdamW, unless `typed` chooses an optimizer.
 
-    cfg: what was composed.
+    cfg: the composed configuration.
     typed: the arguments of the command line.
     known: the schema's keys; others, of an earlier version, are left out.
 
@@ -34,11 +34,11 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
     if resume and isinstance(resume, str | int | float):
         earlier = earlier_settings(str(resume), run_dir)
         if earlier:
-            earlier |= {"resume": str(resume), "profile": False}  # a profile is asked for each time
+            earlier |= {"resume": str(resume), "profile": False}  # a profile must be requested each time
             cfg, composed = OmegaConf.create({}), cfg
             _apply_values(cfg, earlier, known)
             _apply_overrides(cfg, composed, overrides)
-            # killed before it saved: it goes on from there again, and so will its next life
+            # killed before it saved: it goes on from its origin again, as it will if it is killed again
             if resume == "auto" and (origin := forked_from(run_dir)):
                 OmegaConf.update(cfg, "resume", origin)
             if "experiment" in chosen:
@@ -68,7 +68,7 @@ def _apply_values(cfg: DictConfig, values: dict[str, Any], known: set[str]) -> N
 
 
 def _is_chosen(cfg: DictConfig, group: str, choice: object) -> bool:
-    """Whether `cfg` has that choice of a group already: what the file says of itself, or all of it that is no ???."""
+    """Whether `cfg` already has that choice of a group: its file's source, name and config, else all of it but ???."""
     file = Path(__file__).parent / group / f"{choice}.yaml"
     if "." in group or not file.is_file():
         return False

@@ -57,7 +57,7 @@ class Settings:
         tokens, seq_len = self.train.batch_tokens, self.data.seq_len
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)
-            if self.resume:  # a run's batch_tokens stay
+            if self.resume:  # a resumed run keeps its batch_tokens
                 dividing = (length for length in range(1, tokens + 1) if tokens % length == 0)
                 nearest = f"data.seq_len={min(dividing, key=lambda length: abs(length - seq_len))}"
             raise ValueError(f"train.batch_tokens={tokens} is not a multiple of data.seq_len={seq_len}; use {nearest}")

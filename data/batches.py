@@ -1,6 +1,6 @@
 """Token arrays to batches. Which tokens a batch holds is a pure function of (seed, step, rank): nothing is stored.
 
-A split of n tokens holds (n - 1) // seq_len windows of seq_len inputs; the targets are the inputs moved by one, so that
+A split of n tokens holds (n - 1) // seq_len windows of seq_len inputs; the targets are the inputs shifted by one, so
 neighbouring windows share one token and no target is learnt twice in an epoch. The few tokens after the last whole
 window are never seen.
 """
@@ -58,7 +58,7 @@ class TokenBatches:
         return gather(self.tokens, firsts, self.seq_len)
 
     def whole(self) -> "TokenBatches":
-        """The same with the rows of all ranks in each batch."""
+        """The same batches, each with the rows of all ranks."""
         return TokenBatches(
             self.tokens, self.seq_len, self.batch_size * self.world_size, self.seed, shifted=self.shifted
         )
@@ -84,8 +84,8 @@ def fixed_windows(tokens: Tokens, seq_len: int, count: int) -> tuple[torch.Tenso
 def document_starts(inputs: torch.Tensor, end_of_text: int) -> torch.Tensor:
     """Where documents begin in `inputs` (sequences, seq_len), counted over all its tokens: int32 on the CPU, rising.
 
-    A document begins with the end-of-text token before it, which is what predicts its first word; and each sequence
-    begins one, whatever it starts with.
+    A document begins with the end-of-text token before it, which predicts its first word. Each sequence also begins a
+    document, whatever it starts with.
     """
     begins = inputs == end_of_text
     begins[:, 0] = True
@@ -101,5 +101,5 @@ def gather(tokens: Tokens, firsts: list[int], seq_len: int) -> tuple[torch.Tenso
     rows = np.empty((len(firsts), seq_len + 1), dtype=tokens.dtype)
     for row, first in zip(rows, firsts, strict=True):
         row[:] = tokens[first : first + seq_len + 1]
-    # two contiguous copies: the transfer to a GPU and the loss both want them so
+    # two contiguous copies: the transfer to a GPU and the loss both need them
     return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))

@@ -11,7 +11,7 @@ TOKENIZERS = ("bytes", "characters", "gpt2")
 DOCUMENTS = ("rows", "wikitext")
 MAX_WORKERS = 1024  # more than a machine has cores; each holds a piece of text
 
-# keys that belong to some sources; another would ignore them
+# keys that only some sources read; the others would ignore them
 _HUB = ("name", "config", "revision", "split", "validation_split", "streaming", "local_dir", "documents")
 _KEYS = {"files": ("text",), "text_field": ("text", "hub")} | dict.fromkeys(_HUB, ("hub",))
 
@@ -101,7 +101,7 @@ class DataConfig:
             )
 
     def trained_on(self) -> ValueError:
-        """That data.validation_split has rows of data.split."""
+        """The error for a data.validation_split that has rows of data.split."""
         return ValueError(
             f"data.validation_split={self.validation_split} has rows that are trained on (data.split={self.split}); "
             "hold out others, or leave it out for the last data.validation_fraction"
@@ -109,7 +109,7 @@ class DataConfig:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two splits certainly have rows in common; two slices of a split may be cut side by side, which is known
+    """Whether two splits certainly have rows in common; two slices of one split may have none, which is known only
     when they are read (data/hub.py)."""
     for a, b in itertools.product(re.split(r"\s*\+\s*", one), re.split(r"\s*\+\s*", other)):
         wholes = {part for part in (a, b) if "[" not in part}
@@ -119,7 +119,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def check_tokenizer(name: str) -> None:
-    """ValueError unless there may be a tokenizer of that name: one of ours, a folder, OWNER/NAME of the hub."""
+    """Raise ValueError unless there may be a tokenizer of that name: one of ours, a folder, OWNER/NAME of the hub."""
     if name not in TOKENIZERS and "/" not in name and not (name and Path(name).is_dir()):
         raise ValueError(
             f"tokenizer={name} is not known; use one of {', '.join(TOKENIZERS)}, or a folder with a tokenizer.json"
@@ -127,7 +127,7 @@ def check_tokenizer(name: str) -> None:
 
 
 def expanded(key: str, path: str) -> Path:
-    """`path` of the key data.`key`, its ~ made a home. Raises ValueError where there is no such user."""
+    """`path`, the value of data.`key`, with its ~ expanded. Raises ValueError where there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -2,8 +2,8 @@
 
 The folder's name ends in a fingerprint of the text's content, the way it is split and the tokenizer, so a changed file
 gets a folder of its own. It holds shards and `manifest.json`. It is written under a temporary name and renamed when
-complete: whoever sees the folder sees all of it, and of two processes that prepare the same text the second uses what
-the first wrote.
+complete: a process that sees the folder sees all of it, and if two processes prepare the same text, the second uses
+what the first wrote.
 """
 
 import errno
@@ -30,8 +30,8 @@ from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_labe
 
 FORMAT = 1  # raise it when the same text would give other tokens or another layout; old folders are then not used
 MANIFEST = "manifest.json"
-LOOKED_AT = 1_000_000  # tokens before which a text is not refused for its unknown ones, unless it ends
-MOST_UNKNOWN = 0.01  # of a text's tokens may stand for what has none
+LOOKED_AT = 1_000_000  # tokens: a text is refused for its unknown ones only after so many, or at its end
+MOST_UNKNOWN = 0.01  # share of a text's tokens that may stand for text without a token
 _ABANDONED_SECONDS = 86_400  # a temporary folder this old belongs to a process that was killed
 
 Report = Callable[[str], None]
@@ -74,13 +74,13 @@ class Dataset:
 def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = None) -> Dataset:
     """The tokenized text that the configuration names, prepared first where it is not in the cache.
 
-    `report` is given lines about what is done, for the console. Raises ValueError, one line, for a source that is
+    `report` is called with lines about the work, for the console. Raises ValueError, one line, for a source that is
     missing or unreadable, a cache that cannot be written or was damaged, and a data.seq_len for which a split is too
     short.
     """
     source, identity, path = locate(data, tokenizer)
     say = report or (lambda line: None)
-    if not os.path.lexists(path):  # a link whose folder is gone is met below
+    if not os.path.lexists(path):  # `_open` refuses a link whose folder is gone
         _prepare(path, source, identity, tokenizer, data.num_workers, say)
     dataset = _open(path, identity)
     tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())
@@ -91,7 +91,7 @@ def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = No
 
 def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Path]:
     """The source, what identifies its tokens (JSON-able; its `digest` is the fingerprint), and their folder, which may
-    not exist yet. Hashes local files; asks the network for the tokenizer alone, where that is OWNER/NAME.
+    not exist yet. Hashes local files; uses the network only for a tokenizer that is OWNER/NAME.
 
     Raises ValueError for a source that is missing or unreadable.
     """
@@ -103,7 +103,7 @@ def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Pa
 
 
 def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None:
-    """ValueError where a split is too short, by the one that takes least: what is advised must suit the other, too."""
+    """Raise ValueError if a split is too short, with the limit of the shorter one, so that the remedy suits both."""
     windows_of = {"train": 1 + data.shift_windows, "validation": 1}
     longest, split = min(((len(dataset.tokens[split]) - 1) // windows, split) for split, windows in windows_of.items())
     if data.seq_len <= longest:
@@ -120,7 +120,7 @@ def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None
 
 
 def _fingerprint(identity: dict[str, Any], about: dict[str, Any]) -> str:
-    """Of a hub dataset without data.revision it is that of the commit which was read."""
+    """The digest of `identity`; for a hub dataset without data.revision, with the commit that was read."""
     if "hub" in identity and identity["revision"] is None:
         identity = identity | {"revision": about["commit"]}
     return digest(identity)
@@ -136,7 +136,7 @@ def _open(path: Path, identity: dict[str, Any]) -> Dataset:
         raise ValueError(f"{path / MANIFEST} is missing; {remedy}") from None
     except OSError as error:
         raise ValueError(f"{path / MANIFEST} cannot be read ({error.strerror}); {remedy}") from error
-    except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no checksum in it, no object at all
+    except (ValueError, KeyError, AttributeError, TypeError):  # not JSON, without a checksum, or not an object
         raise ValueError(f"{path / MANIFEST} is not a manifest; {remedy}") from None
     if checksum != digest(manifest):
         raise ValueError(f"{path / MANIFEST} was altered (its checksum is wrong); {remedy}")
@@ -162,7 +162,7 @@ def _prepare(
             splits = source.splits()
             encoding = build_tokenizer(tokenizer, _alphabet(splits["train"]))
         else:
-            encoding = build_tokenizer(tokenizer)  # first, as it may be out of reach and the text a long download
+            encoding = build_tokenizer(tokenizer)  # first: it may be out of reach, and the text a long download
             splits = source.splits()
         dtype = token_dtype(encoding.n_vocab)
         manifest = {"fingerprint": _fingerprint(identity, source.about), "identity": identity, "about": source.about}
@@ -203,7 +203,7 @@ def _alphabet(stream: Stream) -> str:
 
 @contextmanager
 def _written_at_once(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not."""
+    """Yield a temporary folder that becomes `path` when the block ends well, and is removed when it does not."""
     folder = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def _written_at_once(path: Path) -> Iterator[Path]:
         else:
             flush(path.parent)
     except OSError as error:
-        # once the folder is there the source is read as well; only writing meets these
+        # once the folder exists, the block also reads the source; only writing raises these
         if folder and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             raise
         refusal = f"data.cache_dir={path.parent} cannot be written ({error.strerror}); use data.cache_dir=FOLDER"
@@ -232,7 +232,7 @@ def _written_at_once(path: Path) -> Iterator[Path]:
 
 def _remove_abandoned(path: Path) -> None:
     for folder in path.parent.glob(f".{path.name}.*.tmp"):
-        with suppress(FileNotFoundError):  # another start has removed it since
+        with suppress(FileNotFoundError):  # another process has removed it since
             if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,14 +19,14 @@ from data.textfiles import readable, refuse_changed, refuse_unlisted
 
 Rows = Callable[[], Iterator[str]]
 
-_PATIENCE_SECONDS = 5.0  # for the one small question that decides whether the hub is within reach
-_ROWS = 8192  # rows handed over at a time
+_PATIENCE_SECONDS = 5.0  # limit of the one small request that decides whether the hub is within reach
+_ROWS = 8192  # rows read at a time
 
 
 def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, int]]:
-    """SHA-256 of every file in data.local_dir by its path there, and when each had been written before it was hashed.
+    """SHA-256 of every file in data.local_dir by its path there, and each one's time of change before it was hashed.
 
-    Hidden files, as git's, are not the dataset's.
+    Hidden files, such as git's, do not belong to the dataset.
     """
     refuse_unlisted(folder)
     with readable(folder):
@@ -53,7 +53,7 @@ def open_splits(
     """
     import datasets
 
-    sizes = None  # of streams, which have no slices
+    sizes = None  # stays None for streams, which have no slices
     splits = {"train": data.split, "validation": data.validation_split}
     with _one_line(data):
         # without a network `datasets` retries for 23 s before it looks into its cache; offline it looks at once
@@ -62,7 +62,7 @@ def open_splits(
         with _one_line(data):
             builder = datasets.load_dataset_builder(str(folder or data.name), data.config, revision=data.revision)
             if hasattr(builder.config, "on_mixed_types"):
-                builder.config.on_mixed_types = None  # else one number makes JSON with quotes of every text
+                builder.config.on_mixed_types = None  # else one number turns every text into quoted JSON
             if re.fullmatch("[0-9a-f]{40}", data.revision or "") and not folder and builder.hash != data.revision:
                 raise ValueError(f"the cache in HF_HOME holds commit {builder.hash} in place of {data.revision}")
         if folder:
@@ -81,7 +81,7 @@ def open_splits(
 
 
 def _refuse_shared_rows(data: DataConfig, sizes: Mapping[str, int]) -> None:
-    """ValueError where slices that are held out have rows of those that are trained on. sizes: rows of each split."""
+    """Raise ValueError if held-out slices share rows with those that are trained on. sizes: rows of each split."""
     from datasets import ReadInstruction
 
     specs = (data.split, data.validation_split)
@@ -91,11 +91,11 @@ def _refuse_shared_rows(data: DataConfig, sizes: Mapping[str, int]) -> None:
 
 
 def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Mapping[Path, str]) -> None:
-    """ValueError where `datasets` would read a file that was not hashed, whose tokens would outlive its changes in the
-    cache, or one of its own that lies beside a dataset of `save_to_disk`, or a copy of another.
+    """Raise ValueError if `datasets` would read a file that was not hashed, whose tokens would stay in the cache after
+    it changes; a file of its own beside a dataset of `save_to_disk`; or a copy of another file.
 
-    files: of each split, as the folder's README.md names them; a hub's copy is made of links to files.
-    hashed: SHA-256 of each file that was.
+    files: those of each split, as the folder's README.md names them; a copy from the hub consists of links to files.
+    hashed: SHA-256 of each file that was hashed.
     """
     named = "+".join(filter(None, (data.split, data.validation_split)))
     used, first = {part.partition("[")[0].strip() for part in named.split("+")}, {}
@@ -118,7 +118,7 @@ def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Mapp
 
 
 def refuse_if_not_cached(data: DataConfig) -> None:
-    """ValueError, as of `open_splits`, where without the hub the cache has no such dataset."""
+    """The ValueError of `open_splits`, if the cache alone, without the hub, lacks the dataset."""
     import datasets
 
     with _hub(offline=True), _one_line(data):
@@ -127,7 +127,7 @@ def refuse_if_not_cached(data: DataConfig) -> None:
 
 @contextmanager
 def _hub(offline: bool) -> Iterator[None]:
-    """Within, `datasets` asks the hub, or its cache alone."""
+    """Inside, `datasets` uses the hub, or if `offline` only its cache."""
     from datasets import config
 
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, offline
@@ -138,7 +138,7 @@ def _hub(offline: bool) -> Iterator[None]:
 
 
 def within_reach(name: str, revision: str | None) -> bool:
-    """Does the hub answer? That it has no such dataset is an answer, too."""
+    """Whether the hub answers. That it has no such dataset is an answer, too."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # the latter: base of all that its HTTP client raises
 
@@ -184,13 +184,13 @@ def _title(data: DataConfig) -> str:
 
 @contextmanager
 def _one_line(data: DataConfig, split: str = "") -> Iterator[None]:
-    """What `datasets` and the hub's client raise, as a ValueError of one line. split: the one whose rows are read."""
+    """Turn errors of `datasets` and the hub's client into a ValueError of one line. split: whose rows are read."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError
 
     try:
         yield
-    # pyarrow's are among them; the last is of JSON without a byte
+    # pyarrow's are among them; the last comes from an empty JSON file
     except (OSError, HTTPError, DatasetsError, ValueError, RuntimeError, StopIteration) as error:
         reason = " ".join(str(error).split("\n")[:2]).strip().rstrip(".")
         reason = reason or ("a file is empty" if isinstance(error, StopIteration) else type(error).__name__)

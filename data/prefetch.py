@@ -22,7 +22,7 @@ class Prefetcher:
     `starts` are the `document_starts` of the inputs, on the CPU; None unless `end_of_text` is given.
 
     On CUDA a thread prepares the next batches in pinned memory and copies them on a stream of its own; elsewhere a
-    batch is made when it is asked for. It draws no random number, so it changes no result. An exception in the thread
+    batch is made when `next` is called. It draws no random number, so it changes no result. An exception in the thread
     is raised by `next`. Use it as a context manager, or call `close`: no thread stays behind.
     """
 
@@ -33,20 +33,20 @@ class Prefetcher:
         self._end_of_text = end_of_text
         self._ahead = None
         if self._device.type == "cuda":
-            # PyTorch gives the same 32 streams again and again, and a copy on one on which a graph is being captured
-            # would be part of that graph; those of high priority are others
+            # PyTorch reuses the same 32 streams, and a copy on a stream on which a graph is being captured would become
+            # part of that graph; streams of high priority are different ones
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         self.seek(start_step)
 
     def seek(self, step: int) -> None:
-        """Go on with the batch of `step`, wherever it was."""
+        """Continue with the batch of `step`, whatever came before."""
         self.close()
         self._step = step
         if self._device.type == "cuda":
             self._ahead = Ahead(self._copy, step)
 
     def whole(self, step: int) -> Batch:
-        """The batch of `step` with the rows of all ranks, beside those that are iterated over."""
+        """The batch of `step` with the rows of all ranks; the iteration does not change."""
         inputs, targets = self._batches.whole().batch(step)
         return inputs.to(self._device), targets.to(self._device), self._starts(inputs)
 

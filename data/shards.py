@@ -1,7 +1,7 @@
 """Token shards on disk: raw little-endian uint16 or uint32 files, read through one array-like view, and their checks.
 
 A split is a sequence of files `train-00000.bin`, `train-00001.bin`, ... of at most SHARD_TOKENS tokens. Each file's
-length and SHA-256 stand in the manifest of the set; `verify` compares them at every opening, because a damaged token
+length and SHA-256 are in the manifest of the set; `verify` compares them at every opening, because a damaged token
 would train a wrong model in silence.
 """
 
@@ -116,7 +116,7 @@ def file_sha256(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Ask the file system to put a file on disk, or a folder: names of files reach the disk only when theirs does."""
+    """Flush a file to disk, or a folder: the names of files reach the disk only when their folder does."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

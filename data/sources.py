@@ -23,9 +23,9 @@ from data.tokenize import Fragment, head, tail
 
 Stream = Callable[[], Iterator[Fragment]]
 
-# how WikiText's rows are usually read: their fingerprint leaves it out, as that of the first releases did
+# how WikiText's rows are usually read: the fingerprint leaves this out, as that of the first releases did
 WIKITEXT_READ = {"splits": ["train", "validation", None], "text_field": "text"}
-AS_THEY_LIE = {  # what keys may say where WikiText's own files are read, which no key cuts or chooses
+AS_THEY_LIE = {  # values that keys may have where WikiText's own files are read, which no key cuts or chooses
     "split": ("train",), "validation_split": ("validation", None), "text_field": (DataConfig.text_field,),
     "streaming": (DataConfig.streaming,),
     "validation_fraction": (DataConfig.validation_fraction,),
@@ -37,8 +37,8 @@ class Source:
     """Text, not yet read.
 
     identity: JSON-able; two sources with the same identity give the same splits, wherever they lie.
-    about: JSON-able; what else a reader of the manifest wants to know (names, versions). Of the hub's datasets `splits`
-        adds the commit.
+    about: JSON-able; what else a reader of the manifest wants to know (names, versions). For a dataset of the hub
+        `splits` adds the commit.
     splits: opens each split's stream: {"train": ..., "validation": ...}.
     """
 
@@ -69,7 +69,7 @@ def open_source(data: DataConfig) -> Source:
         }
         if field != textfiles.FIELD and all(file.kind == "text" for file in files):
             raise ValueError(f"data.text_field={field} names a column, and text files have none; drop it")
-        if field != textfiles.FIELD:  # the fingerprints of the first releases have no such key
+        if field != textfiles.FIELD:  # the fingerprints of the first releases lack this key
             identity["text_field"] = field
         return Source(
             "text",
@@ -90,7 +90,7 @@ def _hub(data: DataConfig) -> Source:
     folder = expanded("local_dir", data.local_dir) if data.local_dir else None
     if folder and not folder.is_dir():
         raise ValueError(f"data.local_dir={folder} is not a folder; give a path from {Path.cwd()}")
-    if not folder and Path(data.name).is_dir():  # `datasets` would take it
+    if not folder and Path(data.name).is_dir():  # `datasets` would read it
         raise ValueError(f"data.name={data.name} is a folder in {Path.cwd()}; use data.local_dir={data.name}")
     if folder and data.documents == "wikitext" and (found := wikitext.find(folder)):
         for key, read in AS_THEY_LIE.items():
@@ -146,10 +146,10 @@ def hold_out(stream: Stream, fraction: float) -> dict[str, Stream]:
 def embedded_topics() -> list[str]:
     """The Python language reference that every CPython carries for its `help()`; each topic is a document.
 
-    A fifth of `pydoc_data.topics` stands there twice, as many topics are also sections of a longer one; 8% of the last
+    A fifth of `pydoc_data.topics` occurs twice, as many topics are also sections of a longer one; 8% of the last
     tenth would be known from training. So a paragraph of 40 characters or more is kept only where it occurs first, and
-    a topic of which nothing but its title is left is dropped. Blanks at the ends of lines go; nothing else is changed.
-    About 377 kB of the 465 (CPython 3.11); it differs between Python versions.
+    a topic with nothing left but its title is dropped. Blanks at the ends of lines are cut; nothing else is changed.
+    About 377 kB of the 465 remain (CPython 3.11); the text differs between Python versions.
     """
     from pydoc_data.topics import topics
 

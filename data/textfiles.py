@@ -2,8 +2,8 @@
 
 A text file is one document; a row of a JSONL or parquet file is one document, in its column data.text_field (rows with
 an empty text are skipped). Text is UTF-8; line ends become "\\n", and a byte-order mark at the beginning is left out.
-Files are read in place, a part at a time. `datasets` would read JSON by columns, and make JSON with quotes of every
-text beside which a number stands; so a line of JSON is parsed here, and a wrong row is named.
+Files are read in place, a part at a time. `datasets` would read JSON by columns, and turn every text of
+a column with a number into quoted JSON; so JSON is parsed here by lines, and a wrong row is named.
 """
 
 import codecs
@@ -25,9 +25,9 @@ from data.shards import file_sha256
 from data.tokenize import PIECE_CHARACTERS, Fragment
 
 FIELD = "text"  # the default of data.text_field
-_READ_BYTES = 1 << 22  # of a text file, hashed at a time
+_READ_BYTES = 1 << 22  # bytes of a text file, hashed at a time
 KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}  # any other ending is text's
-_ROWS = 4096  # of a parquet file, read at a time
+_ROWS = 4096  # rows of a parquet file, read at a time
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TextFile:
     bytes: int
     sha256: str
     modified_ns: int  # before it was hashed
-    marked: bool = False  # whether it is a text that begins with a byte-order mark, which is no part of it
+    marked: bool = False  # whether a text file begins with a byte-order mark, which is not part of the text
 
     @property
     def identity(self) -> dict[str, str | int]:
@@ -87,7 +87,7 @@ def find(patterns: list[str]) -> list[Path]:
 
 
 def refuse_copies(files: list[TextFile]) -> None:
-    """As `find` refuses a link: what is held out at the end of one would be trained on in the other."""
+    """Refuse copies, as `find` does links: what is held out at the end of one would be trained on in the other."""
     first: dict[str, Path] = {}
     for file in files:
         if (other := first.setdefault(file.sha256, file.path)) != file.path:
@@ -113,7 +113,7 @@ def inspect(paths: list[Path]) -> list[TextFile]:
 
 
 def refuse_unlisted(folder: Path) -> None:
-    """ValueError for a folder in `folder`, no hidden one, that may not be listed: `glob` leaves it out in silence."""
+    """Raise ValueError if a folder in `folder`, not a hidden one, may not be listed: `glob` skips it in silence."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(
@@ -126,7 +126,7 @@ def refuse_unlisted(folder: Path) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What the disk says of it before it is parsed, as a ValueError of one line that names it."""
+    """Turn an OSError about `path`, before it is parsed, into a ValueError of one line that names it."""
     try:
         yield
     except OSError as error:
@@ -156,9 +156,9 @@ def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
 
 
 def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
-    """What each row holds in `field`; None where it lacks it. Rows are lines but for blank ones, or the items of the
-    list that the file is."""
-    place, columns = "", None  # in a list that is no JSON the error itself says where
+    """Yield the value of `field` in each row; None where a row lacks it. Rows are the lines that are not blank or, if
+    the file is a list, its items."""
+    place, columns = "", None  # in a list that is not JSON the error itself says where
     remedy = "write one object a line, or a list of them"  # an object over several lines is JSON too
     try:
         with file.path.open(encoding="utf-8-sig", newline="\n") as stream:
@@ -180,7 +180,7 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
                     text.encode()  # half a surrogate pair is no text
                 yield text
     except (ValueError, OSError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # of Python's own remedies
+        reason = str(error).partition(";")[0]  # without Python's own remedies
         raise ValueError(f"{file.path} cannot be read as json: {place}{reason}; {remedy}") from error
     if columns is not None:
         raise _no_column(file, field, columns)
@@ -212,9 +212,9 @@ def lines(file: TextFile) -> Iterator[str]:
 
 
 def refuse_changed(modified_ns: Mapping[Path, int]) -> None:
-    """What was read is not what was hashed, and its tokens would lie in the cache under the name of another text.
+    """Raise ValueError if a file has changed since it was hashed: its tokens would be cached as another text's.
 
-    modified_ns: when each file had been written before it was hashed.
+    modified_ns: each file's time of change before it was hashed.
     """
     for path, before in modified_ns.items():
         if not path.exists() or path.stat().st_mtime_ns != before:
@@ -223,7 +223,7 @@ def refuse_changed(modified_ns: Mapping[Path, int]) -> None:
 
 @contextmanager
 def _named(file: TextFile) -> Iterator[None]:
-    """What reading it raises, as a ValueError of one line that names it."""
+    """Turn what reading `file` raises into a ValueError of one line that names it."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, LookupError) as error:  # pyarrow's are among them

@@ -27,18 +27,18 @@ _SAFE_CUT = re.compile(r"\n(?=[!-~])")
 # In some languages few lines begin so, and a whole book would be one piece. The last white space before a visible
 # character begins a token of GPT-2, too. These four are white space to every library.
 _OTHER_CUT = re.compile(r"[ \t\n\u3000](?=\S)")
-_AROUND = 64  # characters on both sides of a cut by which a tokenizer says whether it changes a token
-_LONG = 4  # times the size of a piece: a text shorter than that waits for a cut of the first kind
+_AROUND = 64  # characters on each side of a cut, from which a tokenizer says whether it changes a token
+_LONG = 4  # times the size of a piece: a shorter text waits for a cut of the first kind
 
 
 @dataclass
 class Counts:
-    """What a stream amounted to."""
+    """The totals of a stream."""
 
     tokens: int = 0
     bytes: int = 0  # of the text as UTF-8, without end-of-text
     documents: int = 0
-    unknown: int = 0  # tokens that stand for text without one of its own
+    unknown: int = 0  # tokens that stand for text without a token of its own
 
 
 def pieces(
@@ -48,7 +48,7 @@ def pieces(
 ) -> Iterator[Fragment]:
     """The same text in pieces of at least `size` characters (the last of a document may be shorter), cut safely.
 
-    divides: whether what stands on both sides of a cut has the tokens of the two put together.
+    divides: whether the texts on both sides of a cut have the same tokens apart as joined.
     """
     assert size > 1, "a piece that begins with a newline must not be cut before it"
 
@@ -98,7 +98,7 @@ def tokenize(
         begins = {} if isinstance(encoding, tiktoken.Encoding) else {"first": first}
         tokens = encoding.encode_to_numpy(text, disallowed_special=(), **begins)
         lost = 0 if unknown is None else int((tokens == unknown).sum())
-        if lost:  # where the text itself says <unk>, nothing is
+        if lost:  # an <unk> in the text itself loses nothing
             lost = max(0, lost - text.count(encoding.unknown))
         return first, tokens, len(text.encode()), lost
 
@@ -111,7 +111,7 @@ def tokenize(
         counts.tokens += len(tokens)
         counts.bytes += size
         counts.unknown += lost
-        if asked and unknown != encoding.eot_token and (tokens == encoding.eot_token).any():  # tiktoken's reads none so
+        if asked and unknown != encoding.eot_token and (tokens == encoding.eot_token).any():  # tiktoken's never do
             raise ValueError(
                 f"tokenizer={encoding.name} reads {encoding.decode([encoding.eot_token])!r} in the text as the end of "
                 "a document; take it out of the text, or use another tokenizer"
@@ -144,7 +144,7 @@ def head(fragments: Iterable[Fragment], characters: int) -> Iterator[Fragment]:
 
 
 def tail(fragments: Iterable[Fragment], characters: int) -> Iterator[Fragment]:
-    """What `head` leaves."""
+    """The rest of the stream, which `head` leaves."""
     for text, first in fragments:
         if characters < len(text):
             yield text[max(0, characters) :], first

@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizers with the methods of tiktoken's `Encoding` with an end-of-text token.
+"""Text to token ids and back: tokenizers with the methods of tiktoken's `Encoding` and an end-of-text token.
 
     bytes        ids 0..255 are UTF-8 bytes, 256 is end-of-text; nothing to download
     characters   ids are the code points of the training split, sorted, then end-of-text (char-rnn, nanoGPT)
@@ -6,8 +6,8 @@
     a folder     the tokenizer.json in it, of any model of transformers (data/tokenizer_file.py)
     OWNER/NAME   the same, from the Hugging Face hub
 
-Decoding can meet tokens that are no valid UTF-8 (a model may produce any byte): `decode` replaces what is invalid,
-`decode_bytes` gives the bytes themselves, so that a stream can wait for the rest of a character.
+Decoding can meet tokens that are not valid UTF-8 (a model may produce any byte): `decode` replaces what is invalid,
+`decode_bytes` returns the bytes themselves, so that a stream can wait for the rest of a character.
 """
 
 import hashlib
@@ -57,12 +57,12 @@ class CharacterEncoding(tiktoken.Encoding):
 
 
 def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
-    """The tokenizer called `name`; `alphabet` (distinct characters in order) is needed by `characters`; of a folder it
-    is what `read_tokenizer` gave.
+    """The tokenizer called `name`; `alphabet` (distinct characters in order) is needed by `characters`; for a
+    folder it is what `read_tokenizer` returned.
 
     Raises ValueError for an unknown name, and where GPT-2's files are neither cached nor within reach.
     """
-    if not alphabet or name in TOKENIZERS:  # what was stored needs no folder, which may be gone
+    if not alphabet or name in TOKENIZERS:  # a stored tokenizer needs no folder, which may be gone
         check_tokenizer(name)
     if name not in TOKENIZERS:
         from data.tokenizer_file import FileEncoding, read_tokenizer
@@ -77,7 +77,7 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
             special_tokens={END_OF_TEXT: 256},
         )
     if name == "characters":
-        if not alphabet:  # of a checkpoint or a manifest that this program did not write
+        if not alphabet:  # from a checkpoint or a manifest that this program did not write
             raise ValueError("tokenizer=characters without an alphabet, which the training split gives; use another")
         return CharacterEncoding(alphabet)
     try:
@@ -92,16 +92,16 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
 def tokenizer_label(name: str) -> str:
     """How a cache names the tokenizer `name`: a folder's by the contents of its files, wherever it lies.
 
-    What changed the tokens of the same contents is added to them, so that tokens of earlier releases are not used.
+    Changes of the code that altered tokens are hashed too, so that tokens of earlier releases are not used.
     """
     if name in TOKENIZERS:
         return name
     from data.tokenizer_file import read_tokenizer
 
     contents = read_tokenizer(name)
-    if "▁" in contents:  # there was a blank before each piece of a long text
+    if "▁" in contents:  # there used to be a blank before each piece of a long text
         contents += "one blank a document"
-    contents += "pieces change no token"  # a cut between pieces could
+    contents += "pieces change no token"  # a cut between pieces used to change some
     return f"file-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
 
 

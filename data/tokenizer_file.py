@@ -30,7 +30,7 @@ def _folder(name: str) -> Path:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The contents of its tokenizer_config.json, and of the chat template beside it: an exported model gets both."""
+    """The contents of the tokenizer_config.json of `name`, with the chat template: an exported model gets both."""
     folder = _folder(name)
     config = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
     if (folder / TEMPLATE).is_file():
@@ -60,7 +60,7 @@ def read_tokenizer(name: str) -> str:
 
 
 class FileEncoding:
-    """`name` is what the tokenizer was asked for by, `alphabet` what `read_tokenizer` gave."""
+    """A tokenizer from files: `name` is the folder or OWNER/NAME, `alphabet` what `read_tokenizer` returned."""
 
     def __init__(self, name: str, alphabet: str) -> None:
         try:
@@ -77,7 +77,7 @@ class FileEncoding:
             self._inner = Tokenizer.from_str(json.dumps(state["tokenizer"]))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"tokenizer={name} has a {FILES[0]} of another format ({error}); use another") from error
-        self._inner.encode_special_tokens = True  # special tokens that stand in a text are text
+        self._inner.encode_special_tokens = True  # special tokens in a text are text
         self._inner.no_padding()
         self._inner.no_truncation()
         self.n_vocab = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
@@ -91,8 +91,8 @@ class FileEncoding:
         model = state["tokenizer"].get("model", {})
         unknown = model.get("unk_id") if model.get("unk_token") is None else self._inner.token_to_id(model["unk_token"])
         self.unk_token = None if model.get("byte_fallback") else unknown  # what stands for text that has no token
-        self.unknown = None if self.unk_token is None else self._inner.id_to_token(self.unk_token)  # as a text may say
-        self._line: list[int] = []  # a newline behind the blank that is put before any text; empty where none is
+        self.unknown = None if self.unk_token is None else self._inner.id_to_token(self.unk_token)  # its spelling
+        self._line: list[int] = []  # tokens of a newline after the blank that is put before any text; empty if none is
         with suppress(ValueError):  # an alphabet without newlines
             line = self.encode_ordinary("\n")
             if len(line) > 1 and self._inner.id_to_token(line[0]) == "▁":

@@ -1,8 +1,8 @@
 """Our tokenizers as tokenizer.json, the format of Hugging Face's `tokenizers`, with the same ids.
 
-tiktoken has no list of merges: it merges the two neighbours whose union has the lowest rank. The other library wants
-to know which two a token was merged from, and these are what is left of the token's bytes when all tokens of lower rank
-have been merged (Sennrich et al., arXiv:1508.07909, run on the token itself).
+tiktoken has no list of merges: it merges the two neighbours whose union has the lowest rank. The other library
+needs the two parts from which each token was merged: they are what is left of the token's bytes when all tokens of
+lower rank have been merged (Sennrich et al., arXiv:1508.07909, run on the token itself).
 """
 
 from itertools import pairwise
@@ -12,7 +12,7 @@ import tiktoken
 
 from data.tokenizer import END_OF_TEXT, CharacterEncoding
 
-# GPT-2 writes a byte as a character that is seen: those that are not come after U+00FF, in their order
+# GPT-2 writes a byte as a visible character: bytes without one get those after U+00FF, in order
 _SEEN = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
 LETTERS = {byte: chr(byte) for byte in _SEEN} | {byte: chr(256 + n) for n, byte in enumerate(_UNSEEN)}
@@ -21,13 +21,13 @@ LETTERS = {byte: chr(byte) for byte in _SEEN} | {byte: chr(256 + n) for n, byte 
 def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     """The contents of tokenizer.json for one of our three tokenizers, or for another that cuts text as GPT-2 does.
 
-    As everywhere in that library, a text that holds <|endoftext|> is split at it. Of `characters`, encoding a character
-    outside the alphabet is an error there as well.
+    As everywhere in that library, a text that holds <|endoftext|> is split at it. With `characters`, encoding a
+    character outside the alphabet is an error there as well.
     """
     tokens = {encoding.decode_single_token_bytes(id): id for id in range(encoding.eot_token)}
     if isinstance(encoding, CharacterEncoding):
         vocabulary = {token.decode(): id for token, id in tokens.items()}
-        model = {"type": "WordLevel", "unk_token": "<unk>"}  # which is no token, and that makes it an error
+        model = {"type": "WordLevel", "unk_token": "<unk>"}  # not a token: an unknown character is an error
         cut = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         decoder = {"type": "Fuse"}
     else:

@@ -1,6 +1,6 @@
 """WikiText: its own files, and its articles.
 
-The text is taken as published (Merity et al. 2016, arXiv:1609.07843), with the marks of its tokenization: hyphens,
+The text is used as published (Merity et al. 2016, arXiv:1609.07843), with the marks of its tokenization: hyphens,
 commas and points inside words and numbers as ` @-@ `, ` @,@ ` and ` @.@ `, punctuation set off by blanks, headings as
 ` = Title = `, and in the versions that are not raw `<unk>` for rare words. Undoing that would make losses incomparable
 with everybody else's.
@@ -14,7 +14,7 @@ from data.tokenize import Fragment
 
 _TITLE = re.compile(r" = [^=].*[^=] = \n?")
 
-# the first pattern that is there; "head" files are beginnings of a train split
+# the first of these names that exists is read; "head" files are beginnings of a train split
 _FILES = {
     "train": ("train.txt", "wiki.train.raw", "wiki.train.tokens", "wiki.train.head.raw", "wiki.train.head.tokens"),
     "validation": ("valid.txt", "validation.txt", "wiki.valid.raw", "wiki.valid.tokens"),

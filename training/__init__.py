@@ -1,1 +1,1 @@
-"""What the training loop calls: one file for each question that it asks."""
+"""What the training loop calls: one file for each concern."""

@@ -1,8 +1,8 @@
 """Losses and gradients that are not finite: detect the step, name the tensor, dump the step, follow the policy.
 
 stop      the run ends with the state before the step saved; exit code EXIT_BAD_NUMBERS
-skip      the step is not taken and the run continues with the next batch; where weights are not finite, which none
-          mends, as stop
+skip      the step is not taken and the run continues with the next batch; if the weights themselves are not finite,
+          which no batch repairs, as stop
 rollback  weights and moments go back to the newest good checkpoint; steps, schedule and data continue, so the batches
           since that checkpoint are skipped. Chowdhery et al. 2022 (PaLM, section 5.1) got past their loss spikes this
           way: the same state with other batches.
@@ -32,12 +32,12 @@ from training.stop import StopRequest, folder_value, shell_command
 
 POLICIES = ("stop", "skip", "rollback")
 EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
-MOST_IN_A_ROW = 10  # bad steps that a run continues after; one more, and the cause is not the batch
+MOST_IN_A_ROW = 10  # bad steps in a row that a run continues after; one more, and the cause is not the batch
 MOST_DUMPS = 5  # of one run: each is as large as a checkpoint, and the first ones show the cause
 DUMPS = "bad_steps"  # folder of the dumps, in the run's
 SPIKE_WINDOW = 64  # losses that the next one is compared with
-SPIKE_LEAST = 16  # fewer say little about their spread
-SPIKE_DEVIATIONS = 6.0  # of normal noise one in 1e9 is further out; a diverging run is within a few steps
+SPIKE_LEAST = 16  # fewer losses say little about their spread
+SPIKE_DEVIATIONS = 6.0  # one in 1e9 samples of normal noise is further out; a diverging run gets there in a few steps
 
 ComputeStep = Callable[[Callable[..., Tensor], Batch, NoOpOptimizer, Hardware], Any]  # Stepper.compute_step
 NOT_COMPILED = " (run again module by module, not compiled)"
@@ -69,15 +69,15 @@ class NumberCheck:
     standard deviations above the mean of the SPIKE_WINDOW steps before it (a spike) is reported.
 
     Attributes:
-        spikes: how many there were, before a resume too.
-        bad_steps: how many the run continued after, likewise.
+        spikes: number of spikes so far, those before a resume included.
+        bad_steps: number of bad steps that the run continued after, counted likewise.
         in_a_row: bad steps since the last good one.
     """
 
     def __init__(
         self, optimizer: Optimizer, hardware: Hardware, say: Callable[[str], None], state: dict[str, Any] | None = None
     ) -> None:
-        """state: a `state_dict`, to go on from."""
+        """state: a `state_dict` to continue from."""
         self.spikes = self.bad_steps = self.in_a_row = 0
         self._optimizer, self._device, self._say, self._world = optimizer, hardware.device, say, hardware.world
         self._late = steps_late(hardware.device)
@@ -154,7 +154,7 @@ class FirstBad:
     """A `See` (training/hooks.py) that keeps the first tensor which is not finite.
 
     Attributes:
-        found: {"module", "tensor", "how", "micro_batch"}, None as long as all were finite.
+        found: {"module", "tensor", "how", "micro_batch"}, None while all were finite.
     """
 
     def __init__(self) -> None:
@@ -190,10 +190,10 @@ class BadSteps:
     saver: Saver
     description: dict[str, Any]
     say: Callable[[str], None]
-    resumed: checkpoints.Checkpoint | None  # where the run was, perhaps in another folder
+    resumed: checkpoints.Checkpoint | None  # what the run resumed from, perhaps in another folder
 
     def handle(self, bad: BadStep, batches: Prefetcher, compute_step: ComputeStep, stop: StopRequest) -> bool:
-        """Whether the run continues with the next of `batches` after the step `bad`.
+        """Handle the step `bad`; return whether the run continues with the next of `batches`.
 
         If not, everything is as it was before that step, and `stop` is requested.
         """
@@ -206,7 +206,7 @@ class BadSteps:
             self.hardware.world.take_time()
             batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
             no_op = NoOpOptimizer(model, self.optimizer.loss_scale)
-            seen.weights(model)  # the step before may have made them so
+            seen.weights(model)  # the step before may have made them non-finite
             first = seen.found or self._diagnose(bad, model, lambda forward: compute_step(forward, batch, no_op, alone))
             self.say(f"bad step   {bad.step}: its {what} is not finite; first in {in_words(first)}")
             self._dump(bad, batch, model, moments, {"what": what, "first": first})
@@ -229,7 +229,7 @@ class BadSteps:
         return goes_on
 
     def _follow(self, step: int, lost: bool) -> tuple[bool, str]:
-        """Carry out the policy: whether the run continues, and what was done, in words. lost: the weights are."""
+        """Carry out the policy; return whether the run continues, and what was done. lost: weights are not finite."""
         if self.policy == "stop":
             return False, "the run stops before it"
         if self.check.in_a_row >= MOST_IN_A_ROW:
@@ -247,7 +247,7 @@ class BadSteps:
         return True, f"back to the weights of {found.path}; the run goes on with the next batch"
 
     def _newest_good(self, step: int) -> str | None:
-        """The path of the newest whole checkpoint before `step`; weights that are not finite are in none."""
+        """The path of the newest whole checkpoint before `step`; none holds weights that are not finite."""
         self.saver.wait()
         found = checkpoints.newest_complete(self.saver.folder, self.say, step - 1) or self.resumed
         return str(found.path) if found and found.path.exists() else None
@@ -263,7 +263,7 @@ class BadSteps:
         try:
             with watched(model, seen):
                 again(model)
-        except torch.OutOfMemoryError:  # eager takes more than compiled; a diagnosis must not end the run
+        except torch.OutOfMemoryError:  # eager mode needs more than compiled; a diagnosis must not end the run
             return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
         finally:
             model.zero_grad()
@@ -279,14 +279,14 @@ class BadSteps:
         return {"how": f"a place unknown: the step was finite when run again{why}"}
 
     def _dump(self, bad: BadStep, batch: Batch, model: GPT, moments: dict[str, Any], found: dict[str, Any]) -> None:
-        """Write what reproduces the step, as a checkpoint; where that fails, say so and continue."""
+        """Write what reproduces the step, as a checkpoint; if that fails, print a line and continue."""
         folder = self.run_dir / DUMPS
         if len(list(folder.glob("step_*"))) >= MOST_DUMPS:
             self.say(f"not saved: what reproduces step {bad.step}: {folder} holds {MOST_DUMPS} already; move them away")
             return
         meta = {
             "step": bad.step,
-            "loss": repr(bad.loss),  # as text: JSON knows no NaN
+            "loss": repr(bad.loss),  # as text: JSON has no NaN
             "grad_norm": repr(bad.grad_norm),
             **found,
             "device": self.hardware.device.type,
@@ -301,7 +301,7 @@ class BadSteps:
             self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
         else:
             again = shell_command("python", "-m", "scripts.replay", f"dump={folder_value(path)}")
-            replay = f"; {again} runs the step again with each attention"  # which only a GPT of ours can take
+            replay = f"; {again} runs the step again with each attention"  # which only a GPT of ours supports
             self.say(f"saved      {path}{'' if model.config.name else replay}")
 
 

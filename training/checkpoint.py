@@ -3,10 +3,10 @@
     <run>/checkpoints/step_000600/
         model.safetensors    the weights
         state.pt             optimizer and random-number states (read with weights_only=True: no code is run)
-        checkpoint.json      step, which save of the folder this is, resolved settings, tokenizer, git commit, versions
+        checkpoint.json      step, number of this save in the folder, resolved settings, tokenizer, git commit, versions
         manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
-    <run>/checkpoints/went_back.json    of a run that went on from an earlier one: which saves are of what it left
+    <run>/checkpoints/went_back.json    where the run went back to an earlier one: which saves are of the branch it left
 
 A checkpoint is written under a hidden name, flushed to disk and renamed, so a process that dies at any moment leaves
 hidden leftovers and whole checkpoints, nothing else. The manifest detects later damage. A visible folder is never
@@ -44,9 +44,9 @@ LINKS = ("last", "best")
 WENT_BACK = "went_back.json"
 VISIBLE = re.compile(r"step_[0-9]{6,}")
 LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed|\.replaced)?\.[0-9]+")  # as `_hidden` makes them
-# what torch.load raises for a file that is no archive of its own
+# what torch.load raises for a file that is not an archive of torch.save
 _STRANGE = (RuntimeError, EOFError, LookupError, TypeError, ValueError, AssertionError, AttributeError, struct.error)
-# required keys of a mapping: each with a type, or the form of its value; numbers are counts, times and losses
+# required keys of a mapping, each with the type, or the form, of its value; numbers are counts, times and losses
 Form = Mapping[str, Any]
 
 
@@ -64,7 +64,7 @@ class Checkpoint:
 
     @property
     def manifest_sha256(self) -> str:
-        """Of the sums of all its files."""
+        """SHA-256 of the manifest, which has the checksums of all other files."""
         return file_sha256(self.path / MANIFEST)
 
     def load_weights(self, model: nn.Module) -> None:
@@ -95,7 +95,7 @@ class Checkpoint:
             local_shard(place).copy_(shard_of(weights[name], place))
 
     def load_state(self) -> dict[str, Any]:
-        """What `write` was given as state, on the CPU; ValueError where the file holds code in place of values."""
+        """The `state` given to `write`, on the CPU; ValueError where the file holds code in place of values."""
         try:
             return torch.load(self.path / STATE, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
@@ -111,13 +111,13 @@ class Checkpoint:
 
     @property
     def theirs(self) -> dict[str, Any] | None:
-        """`GPTConfig.theirs` of the run's model; None of a GPT of ours, and in a checkpoint from before it was kept."""
+        """`GPTConfig.theirs` of the run's model; None for a GPT of ours, and in checkpoints older than this field."""
         if self.meta.get("theirs") is not None:
             self.require({"theirs": {}}, self.meta, META)
         return self.meta.get("theirs")
 
     def require(self, form: Form, values: Any, file: str, place: str = "") -> None:
-        """ValueError for the first key of `form` that `values`, read from `file`, lacks or has in another type."""
+        """Raise ValueError for the first key of `form` that `values`, from `file`, lacks or has in another type."""
         for key, expected in form.items():
             name = f"{place}{key}"
             if not isinstance(values, Mapping) or key not in values:
@@ -125,7 +125,7 @@ class Checkpoint:
             value, nested, kind = values[key], isinstance(expected, Mapping), f"a {type(values[key]).__name__}"
             wrong = not isinstance(value, Mapping if nested else expected)
             wrong |= isinstance(value, bool) and expected is not bool
-            # only the best loss is infinite, before there was one
+            # only the best loss may be infinite, before there was one
             number = not wrong and isinstance(value, int | float)
             if number and not (0 <= value < 2**63 or (value == math.inf and file == STATE)):
                 wrong, kind = True, "a number past 2^63" if abs(value) >= 2**63 else f"{value}"
@@ -136,7 +136,7 @@ class Checkpoint:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, tied ones once; they share the model's memory, and are sharded as its are."""
+    """The model's tensors by name, tied ones once; they share the model's memory and its sharding."""
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
 
@@ -172,7 +172,7 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
     """Write `folder/step_NNNNNN` and return its path.
 
     weights: tensors that share no memory, on any device.
-    state: what torch.save takes without pickling code: tensors, numbers, strings, lists, tuples, dicts.
+    state: what torch.save stores without pickling code: tensors, numbers, strings, lists, tuples, dicts.
     meta: JSON; must hold "step".
 
     Raises:
@@ -191,7 +191,7 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
         write_json({name: fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
         for path in (*(temporary / name for name in (*FILES, MANIFEST)), temporary):
             flush(path)
-        if os.path.lexists(final):  # the same step again: kept until the new one has its name, and it may be the last
+        if os.path.lexists(final):  # the same step again: kept until the new one has its name, as it may be the newest
             final.rename(replaced)
         temporary.rename(final)
         flush(folder)
@@ -204,12 +204,12 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
 
 
 def go_back(folder: Path, checkpoint: Checkpoint) -> None:
-    """Before a run goes on from a `checkpoint` of its own: those saved after it are of a branch that it leaves."""
+    """Record that a run goes on from a `checkpoint` of its own: the saves after it are of a branch that it leaves."""
     here, last = checkpoint.meta["save"], _last_save(folder)
     to, since = _left_behind(folder)
-    # nothing is left where it goes on from the last one, but what was left before may have that in it
+    # going on from the last save leaves nothing, unless that save is of a branch that was left before
     if checkpoint.path.parent == folder.resolve() and (here < last or to < here <= since):
-        (folder / WENT_BACK).write_text(json.dumps({"to": here, "from": last}))  # half of it, after a crash, is none
+        (folder / WENT_BACK).write_text(json.dumps({"to": here, "from": last}))  # ignored if a crash cuts it short
         flush(folder / WENT_BACK)
         flush(folder)
 
@@ -250,7 +250,7 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
         return newest
     if found := sorted(path.glob("*/checkpoints")) or sorted(path.glob("*/*/checkpoints")):
         raise ValueError(f"{path} is a folder of runs; give one of them, such as {found[-1].parent}")
-    folder = path.resolve()  # `last` of a run that goes on may become another one meanwhile
+    folder = path.resolve()  # `last` of a run under way may point to another one meanwhile
     for file in (*FILES, MANIFEST):
         if not (folder / file).is_file():
             is_part = (path.parent / "checkpoints").is_dir()
@@ -281,10 +281,10 @@ def newest_complete(
     *,
     verify: tuple[str, ...] = FILES,
 ) -> Checkpoint | None:
-    """The checkpoint of `folder` that was saved last and is whole; None where there is none.
+    """The whole checkpoint of `folder` that was saved last; None if there is none.
 
-    `report` is called for each damaged one that is passed over. Those after `last_step` do not count, and those of a
-    branch that the run has left only where there is no other.
+    `report` is called for each damaged one that is passed over. Those after `last_step` do not count; those of a
+    branch that the run has left count only if there is no other.
     """
     to, since = _left_behind(folder)
     for path in sorted(_by_age(folder), key=lambda path: to < _age(path)[0] <= since):
@@ -301,13 +301,13 @@ def newest_complete(
 
 
 def use_its_commit(meta: dict[str, Any]) -> str:
-    """The remedy where a checkpoint is of another version."""
+    """The remedy for a checkpoint of another version."""
     return f"use the commit that wrote it ({(meta.get('provenance') or {}).get('commit')})"
 
 
 def given_or_newest(checkpoint: str | None) -> str | Path:
-    """`checkpoint` as typed; of None the `last` one written most recently under runs/."""
-    if checkpoint == "":  # of a variable, say: no choice
+    """`checkpoint` as typed; for None, the most recently written `last` under runs/."""
+    if checkpoint == "":  # an unset variable, say: not a choice
         raise ValueError("checkpoint is empty; give a checkpoint or a run's folder, or leave it out for the newest")
     if checkpoint is not None:
         return checkpoint
@@ -318,9 +318,9 @@ def given_or_newest(checkpoint: str | None) -> str | Path:
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """Visible checkpoints, the one saved last first; what cannot be read counts as newest, so that it is reported."""
+    """Visible checkpoints, the last save first; an unreadable one counts as newest, so that it is reported."""
     found = [path for path in folder.glob("step_*") if VISIBLE.fullmatch(path.name) and path.is_dir()]
-    # a kill while a step was saved again: `prepare`, which comes later, gives it its name back
+    # left by a kill while a step was saved again: `prepare`, which runs later, restores its name
     for path in folder.glob(".step_*.replaced.*"):
         if (named := LEFTOVER.fullmatch(path.name)) and path.is_dir() and not os.path.lexists(folder / named[1]):
             found.append(path)
@@ -328,7 +328,7 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _age(path: Path) -> tuple[float, int]:
-    """Sorts checkpoints by their count."""
+    """Sort key of a checkpoint: its save number, then its step."""
     try:
         save = read_json(path, META).get("save")
     except (OSError, ValueError):
@@ -337,7 +337,7 @@ def _age(path: Path) -> tuple[float, int]:
 
 
 def _last_save(folder: Path) -> int:
-    """The highest count in `folder`, 0 where there is none."""
+    """The highest save number in `folder`; 0 if there is none."""
     return max((save for save, _ in map(_age, _by_age(folder)) if save != math.inf), default=0)
 
 
@@ -346,7 +346,7 @@ def _step(path: Path) -> int:
 
 
 def _hidden_link(link: Path, target: Path) -> Path:
-    """A link to `target` under a hidden name; renaming it to `link` is all that is left to do."""
+    """Make a link to `target` under a hidden name and return it; the caller only renames it to `link`."""
     temporary = _hidden(link)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
@@ -365,7 +365,7 @@ def _link_again(copy: Path) -> None:
                 raise ValueError(f"{checkpoint.name} is another one")
     except ValueError as error:
         raise ValueError(f"{copy} is a folder and no copy of a checkpoint ({error}); move it away") from error
-    link = _hidden_link(copy, checkpoint)  # first: a start after kill -9 finishes what is left to do
+    link = _hidden_link(copy, checkpoint)  # made first, so that a start after kill -9 can do the rest
     if twin:
         _remove(copy)
     else:
@@ -386,7 +386,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """A folder, or a link to one; nothing where it is not there."""
+    """Delete a folder, or a link to one, if it exists."""
     if path.is_symlink():
         path.unlink()
     elif path.is_dir():

@@ -22,7 +22,7 @@ DEEPEST = 16  # a description is nested four deep
 def write_weights(weights: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file; OSError where the disk is full."""
     path.touch()
-    mode = path.stat().st_mode  # as this user's files have it; the library's have 0600
+    mode = path.stat().st_mode  # the mode of this user's files; the library creates its file with 0600
     try:
         save_file({name: value.contiguous() for name, value in weights.items()}, path, metadata)
     except SafetensorError as error:  # how that library reports a full disk
@@ -31,7 +31,7 @@ def write_weights(weights: dict[str, torch.Tensor], path: Path, *, metadata: dic
 
 
 def free_folder(path: str) -> Path:
-    """Where `path` leads, if nothing is there yet; ValueError otherwise."""
+    """`path`, resolved, if nothing or an empty folder is there; ValueError otherwise."""
     if not path:
         raise ValueError("folder= is not given; name a new folder, such as folder=mine")
     folder = Path(path).resolve()
@@ -42,7 +42,7 @@ def free_folder(path: str) -> Path:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to fill, which in the end is `folder`; where it cannot be, OSError, and nothing is left."""
+    """Yield a hidden folder to fill, renamed to `folder` at the end; if that fails, OSError, and nothing is left."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
@@ -50,9 +50,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             flush(path)
-        temporary.rename(folder)  # of an empty folder it takes the place; one that was filled meanwhile is an OSError
+        temporary.rename(folder)  # replaces an empty folder; OSError if one was filled meanwhile
         flush(folder.parent)
-    except (OSError, SafetensorError) as error:  # shutil lists every file, and safetensors has words of its own
+    except (OSError, SafetensorError) as error:  # shutil's lists every file, and safetensors words its own
         if (number := re.search(r"(?:Errno|os error) (\d+)", str(error))) is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
@@ -69,7 +69,7 @@ class _File(io.FileIO):
         view = memoryview(content).cast("B")
         done = 0
         try:
-            while done < len(view):  # a disk that is nearly full takes a part, and the error comes with the rest
+            while done < len(view):  # a nearly full disk writes a part, and the rest raises the error
                 done += super().write(view[done:])
         except OSError as error:
             self.error = error
@@ -96,7 +96,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The mapping in the file `name` of a checkpoint; ValueError where it is damaged."""
     try:
         value = json.loads((folder / name).read_text())
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can be read, and never be written
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can be read but not written
     except (ValueError, RecursionError):  # not JSON, or not even text
         value = None
     if not isinstance(value, dict) or _is_deep(value):
@@ -105,7 +105,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether `value` is nested deeper than what this program writes; code that walks over the rest may recur."""
+    """Whether `value` is nested deeper than anything this program writes; other values are safe to recurse into."""
     level = [value]
     for _ in range(DEEPEST):
         level = [list(outer.values()) if isinstance(outer, dict) else outer for outer in level]

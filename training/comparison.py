@@ -1,6 +1,6 @@
-"""Runs over each other: what they are called, their picture and their table.
+"""Runs compared with each other: their names, their picture and their table.
 
-A run may be finished, under way or killed; the runs of a sweep are called by what differs between them.
+A run may be finished, under way or killed; the runs of a sweep are named by the settings that differ between them.
 """
 
 import math
@@ -18,17 +18,17 @@ from rich.table import Table
 from training.curves import curve, draw_losses, picture, read_run
 from training.lock import holder, sweep_of
 
-# key of a record -> an axis. Not wall time: the first run of a sweep starts up and compiles for all that follow
+# key of a record -> label of its axis. Not wall time: a sweep's first run starts up and compiles for all that follow
 MEASURES = {"step": "steps", "tokens": "tokens", "training_seconds": "seconds of training steps"}
 _NOT_COMPARED = ("logger", "resume", "profile")  # settings that change nothing of what is trained
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """`folder` itself, or where it is a sweep's, or of one name, the folders of its runs in their order."""
+    """`folder` itself if it is a run's; if it is a sweep's, or of one name, the folders of its runs in their order."""
     for pattern in ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl"):
         runs = [file.parent for file in folder.glob(pattern)]
         if runs:
-            of_sweeps = [file.parent for file in folder.glob(f"*/{pattern}")]  # beside runs of one
+            of_sweeps = [file.parent for file in folder.glob(f"*/{pattern}")]  # sweeps beside single runs
             runs += [run for run in of_sweeps if sweep_of(run)]
             shown = list(filter(_has_a_line, runs)) or runs
             for run in sorted({*runs} - {*shown}):
@@ -50,7 +50,7 @@ def state(run: dict[str, Any]) -> str:
     summary = run["summary"]
     if holder(run["folder"]):
         return "running"
-    if summary.get("steps", 0) < run["records"][-1]["step"]:  # none, or that of a stop before
+    if summary.get("steps", 0) < run["records"][-1]["step"]:  # none, or that of an earlier stop
         return "killed"
     if summary.get("unsaved"):
         return "its end not saved"
@@ -75,7 +75,7 @@ def labels(folders: list[Path]) -> list[str]:
 
 
 def _distinguishing(keys: list[str], settings: list[dict[str, Any]]) -> list[str]:
-    """Those of `keys`, in their order, that distinguish runs which the keys before them do not."""
+    """The `keys`, in their order, that distinguish runs which the keys before them do not."""
     chosen: list[str] = []
     for key in keys:
         apart = [len({tuple(_shown(s.get(k)) for k in some) for s in settings}) for some in (chosen, [*chosen, key])]
@@ -110,7 +110,7 @@ def flat(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """As typed, but no more digits than tell runs apart."""
+    """A value as typed, with no more digits than tell runs apart."""
     return as_typed(float(f"{value:.6e}") if isinstance(value, float) else value)
 
 
@@ -124,7 +124,7 @@ def as_typed(value: Any) -> str:
 
 
 def draw_runs(runs: list[dict[str, Any]], names: list[str], path: Path) -> None:
-    """Losses of runs over each other, against steps, tokens and the time of their steps."""
+    """Draw the losses of all runs against steps, tokens and the time of their steps."""
     from matplotlib.ticker import EngFormatter
 
     with picture(path, 1, len(MEASURES), size=(13, 4.2), sharey=True) as panels:
@@ -140,7 +140,7 @@ def draw_runs(runs: list[dict[str, Any]], names: list[str], path: Path) -> None:
 
 
 def compare(folders: list[Path], path: Path) -> dict[str, Any]:
-    """Draw runs over each other into `path`, print a table of them, return what it shows.
+    """Draw all runs into one picture at `path`, print a table of them, return what it shows.
 
     Raises:
         ValueError: a folder holds no run (`read_run`), or a damaged one; `path` cannot be written.
@@ -152,7 +152,7 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
         draw_runs(runs, names, path)
     except OSError as error:
         raise ValueError(f"out={path} cannot be written ({error.strerror}); name another") from error
-    except ValueError as error:  # matplotlib's, of a suffix
+    except ValueError as error:  # matplotlib's, about the suffix
         raise ValueError(f"out={path} cannot be drawn ({error}); use {path.with_suffix('.png')}") from error
     far = {measure: [max(curve(run, "loss", measure)[0], default=None) for run in runs] for measure in MEASURES}
     places = {measure: min((one for one in far[measure] if one is not None), default=0) for measure in MEASURES}
@@ -189,7 +189,7 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
 
 
 def show_sweep(folders: list[Path]) -> None:
-    """What is printed at a sweep's end: the table of its runs, and where their picture is."""
+    """At a sweep's end, print the table of its runs and where their picture is."""
     if runs := list(filter(_has_a_line, folders)):
         compare(runs, runs[0].parent / "compare.png")
 
@@ -212,6 +212,6 @@ def _row(run: dict[str, Any], name: str, places: dict[str, float]) -> dict[str, 
 
 
 def loss_at(run: dict[str, Any], measure: str, place: float) -> float | None:
-    """The training loss at `place`, on the line between the records before and after it; None before the first."""
+    """The training loss at `place`, interpolated between the records before and after it; None before the first."""
     far, losses = curve(run, "loss", measure)
     return float(np.interp(place, far, losses)) if far and place >= far[0] else None

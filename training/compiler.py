@@ -1,7 +1,7 @@
 """torch.compile as our runs use it: the same bits each time, and fewer passes over weights.
 
-A pass gets a graph of ATen operators after autograd. Both are about conversions of weights between 32 and 16 bit, which
-are a quarter of a small model's launches.
+The pass rewrites a graph of ATen operators, after autograd. Both of its changes concern conversions of weights between
+32 and 16 bits, which are a quarter of a small model's launches.
 """
 
 import operator
@@ -16,16 +16,16 @@ PRODUCT = torch.ops.aten.mm.default
 
 
 def compiled(function: Callable) -> Callable:
-    """`function`, or a module, compiled for the shapes that it is called with, each for itself.
+    """Compile `function`, or a module, separately for each set of shapes that it is called with.
 
-    Each graph is told the choices: as global settings they would be an opponent's too, and Dynamo sets `deterministic`
-    back to what torch.are_deterministic_algorithms_enabled says whenever it has traced one (torch 2.11).
+    The options are set for each graph: global ones would also apply to a peer in the same process, and Dynamo resets
+    `deterministic` to torch.are_deterministic_algorithms_enabled() whenever it has traced a graph (torch 2.11).
     """
     return torch.compile(function, dynamic=False, options=_CHOICES)
 
 
 class FewerConversions(CustomGraphPass):
-    """On CUDA: gradients of weights leave their products in fp32, and all weights become 16 bit in one kernel."""
+    """On CUDA, products return the gradients of weights in fp32, and one kernel converts all weights to 16 bits."""
 
     def __call__(self, graph: fx.Graph) -> None:
         converted = [
@@ -48,7 +48,7 @@ class FewerConversions(CustomGraphPass):
 
 
 def _keep_in_float32(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
-    """A 16-bit product of which only `node`, its conversion, is used is not rounded to 16 bit in between."""
+    """Make a 16-bit `product` that is only used by `node`, its conversion to fp32, return fp32 without rounding."""
     with graph.inserting_before(node):
         wide = graph.call_function(torch.ops.aten.mm.dtype, (*product.args, torch.float32))
     wide.meta["val"] = node.meta["val"]
@@ -58,7 +58,7 @@ def _keep_in_float32(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
 
 
 def _convert_together(graph: fx.Graph, dtype: torch.dtype, nodes: list[fx.Node]) -> None:
-    """Conversions of the graph's inputs as one operator, before all others; the compiler makes it one kernel."""
+    """Replace conversions of inputs by one operator, before all others; the compiler makes it one kernel."""
     values = [node.meta["val"] for node in nodes]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
@@ -77,11 +77,11 @@ def _convert_together(graph: fx.Graph, dtype: torch.dtype, nodes: list[fx.Node])
 
 
 _CHOICES = {
-    # else it would choose orders of sums by which was faster just then: another process, other bits
+    # else it would choose orders of sums by their speed at the time: another process would get other bits
     "deterministic": True,
-    # its own random numbers take longer than all else in a norm's kernel, and are others than an uncompiled run's
+    # its own random numbers take longer than all else in a norm's kernel, and differ from an uncompiled run's
     "fallback_random": True,
-    # its order of kernels "for peak memory" holds more: 4 recomputed layers take 4.14 GiB in it, 3.80 without
+    # its order of kernels "for peak memory" needs more: 4 recomputed layers take 4.14 GiB with it, 3.80 without
     "reorder_for_peak_memory": False,
     "post_grad_custom_pre_pass": FewerConversions(),
 }

@@ -68,8 +68,8 @@ class ContextParallel:
 class ContextParallelModel(nn.Module):
     """Called with whole rows, computes this process's part of them.
 
-    With autograd on, loss and gradients are those of the part: the training step adds them over the processes. Without
-    it, the loss is that of the whole rows, added in the order of ranks.
+    With autograd on, loss and gradients are those of the part: the training step sums them over the processes. Without
+    it, the loss is that of the whole rows, summed in the order of ranks.
     """
 
     def __init__(self, forward: Callable[..., Tensor], context: ContextParallel) -> None:
@@ -104,7 +104,7 @@ def resolve_method(
     """The method that a run will use, and why, in a sentence. `model` has a resolved attention, which runs in `dtype`.
 
     Raises:
-        ValueError: what cannot be combined: the value, the limit and the remedy.
+        ValueError: options that cannot be combined; one line gives the value, the limit and the remedy.
     """
     size, asked = parallel.context, parallel.context_method
     if model.mask is not None:

@@ -1,7 +1,7 @@
 """The curves of a run, read from its folder alone, and their picture `loss.png`.
 
-In every picture of runs a colour is a run; a thin pale line is its training loss, a strong one with dots its validation
-loss. What is read may be a run that is under way or was killed: half a last line is left out.
+In every picture each run has a colour; a thin pale line is its training loss, a strong one with dots its validation
+loss. A run may be under way or killed when it is read: half a last line is left out.
 """
 
 import gc
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_SHARE_OF_TIME = 0.02  # of a run that drawing may take
-_FEW_POINTS = 10  # fewer are dots on their line
-# its first import logs about fonts, and about a home that cannot be written, among the steps' lines
+_SHARE_OF_TIME = 0.02  # largest share of a run's time that drawing may take
+_FEW_POINTS = 10  # fewer points are marked as dots on their line
+# matplotlib's first import logs about fonts, and about a home that cannot be written to, among the steps' lines
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 
@@ -40,7 +40,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         found = json.loads(summary.read_text()) if summary.is_file() else {}
         tokens_a_step = next((r["tokens"] / r["step"] for r in records if "tokens" in r), 0)
         seconds = 0.0
-        for record in records:  # those of an evaluation alone have no clock of their own
+        for record in records:  # records of an evaluation alone have no time of their own
             seconds = record.setdefault("seconds", seconds)
             record.setdefault("tokens", record["step"] * tokens_a_step)
         places = [record[key] for record in records for key in ("step", "tokens", "seconds")]
@@ -58,8 +58,8 @@ def _add_training_seconds(records: list[dict[str, Any]]) -> None:
     """Give each record the time of the steps up to it, without what is between them (training/speed.py): start-up,
     compilation, evaluation, saving.
 
-    Steps without a rate, as a process's first one, which compiles, are counted like those after them. A run that has
-    no rate at all has no such time.
+    Steps without a rate, such as a process's first one, which compiles, count at the rate of those after them. A run
+    without any rate has no such time.
     """
     rates = [record.get("tokens_per_second") for record in records]
     rate = next(filter(None, reversed(rates)), None)
@@ -94,9 +94,10 @@ def picture(
 ) -> Iterator[list[Any]]:
     """Yields rows x columns axes of matplotlib; then adds grid and one legend for all, and writes `path` in one piece.
 
-    margins: where the axes are, and the legend in the first of them; None: found out, which takes twice as long.
+    margins: of the axes, with the legend inside the first of them; None: matplotlib computes the layout, which takes
+        twice as long.
     """
-    from matplotlib.figure import Figure  # half a second; pyplot, which knows screens, is not needed
+    from matplotlib.figure import Figure  # takes half a second; pyplot, which handles screens, is not needed
 
     figure = Figure(figsize=size, layout=None if margins else "constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **shared)
@@ -124,7 +125,7 @@ def picture(
 
 
 def draw_run(run: dict[str, Any], path: Path) -> None:
-    """Losses, learning rate and gradient norm of one run."""
+    """Draw losses, learning rate and gradient norm of one run."""
     margins = {"left": 0.05, "right": 0.99, "bottom": 0.12, "top": 0.9, "wspace": 0.22}
     with picture(path, 1, 3, size=(13, 4.2), margins=margins, width_ratios=[2, 1, 1]) as (losses, rate, norm):
         draw_losses(losses, run, "step", "C0")
@@ -142,7 +143,7 @@ def draw_run(run: dict[str, Any], path: Path) -> None:
 
 
 def draw_losses(axes: Any, run: dict[str, Any], measure: str, colour: str, name: str = "") -> None:
-    """name: of the run, where there are several; else its two lines are named, and the unigram model is drawn."""
+    """name: the run's, where there are several; without it the two lines are named, and the unigram model is drawn."""
     training, validation = ("_", name) if name else ("training", "validation")
     _thin_line(axes, curve(run, "loss", measure), color=colour, alpha=0.5, label=training)
     axes.plot(*curve(run, "val_loss", measure), color=colour, marker="o", markersize=4, label=validation)
@@ -152,7 +153,7 @@ def draw_losses(axes: Any, run: dict[str, Any], measure: str, colour: str, name:
 
 
 def _thin_line(axes: Any, points: tuple[list[float], list[float]], **style: Any) -> None:
-    """With dots where points are few: of a single one there is no line."""
+    """Draw a thin line, with dots where points are few: a single point makes no line."""
     axes.plot(*points, linewidth=1, marker="." if len(points[0]) < _FEW_POINTS else None, **style)
 
 
@@ -162,19 +163,19 @@ class LossPicture:
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self.path, self._say, self._failed = run_dir / "loss.png", say, False
         self.drawn = False  # whether the last try succeeded
-        self._next = 0.0  # when it may be drawn again, on perf_counter; 0: it never was
+        self._next = 0.0  # when it may be drawn again, on perf_counter; 0: never drawn yet
 
     def draw(self, *, last: bool = False) -> None:
-        """Draw it, or leave it where too little time has passed since it was drawn; `last`: in any case."""
+        """Draw it, unless too little time has passed since it was last drawn; with `last` in any case."""
         if not last and time.perf_counter() < self._next:
             return
         began, self.drawn = time.perf_counter(), False
         try:
             import matplotlib.figure  # noqa: F401  which fails where it finds no folder to write to
 
-            began = time.perf_counter()  # the first import is no part of what a drawing takes
+            began = time.perf_counter()  # the first import does not count as time for drawing
             if self._next and not last:
-                gc.collect()  # the figure before is a cycle: megabytes of pixels, but few objects, which Python counts
+                gc.collect()  # the last figure is a cycle, of megabytes but few objects, and Python counts objects
             draw_run(read_run(self.path.parent), self.path)
             self.drawn = True
         except (OSError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 Protocol: `windows` non-overlapping windows of seq_len tokens, evenly spaced over the validation split; each target is
 predicted from the tokens before it in its window (a context of 1 to seq_len tokens, stride seq_len). Bytes are the
-decoded targets' UTF-8, without end-of-text; a blank that a tokenizer of a folder puts before each text is one of them.
+decoded targets' UTF-8, without end-of-text; the blank that a folder's tokenizer may put before each text counts too.
 """
 
 import math
@@ -52,7 +52,7 @@ class EvaluationSet:
         }
 
     def metrics(self, mean_loss: float) -> dict[str, float]:
-        """Loss (nats a token) and its two translations; a perplexity past float64 is inf."""
+        """Loss (nats a token), perplexity and bits per byte; a perplexity past float64 is inf."""
         nats = mean_loss * self.targets.numel()
         return {
             "val_loss": mean_loss,
@@ -68,7 +68,7 @@ def evaluate(
     """Run the model over all windows; its mode is restored, and no random number is drawn.
 
     With `end_of_text` documents do not see each other, as in training. The processes of `hardware.world` share the
-    windows and call the model equally often; the losses are added in the windows' order, however many processes.
+    windows and call the model equally often; the losses are added in the windows' order for any number of processes.
     """
     world = hardware.world
     was_training = model.training
@@ -87,7 +87,7 @@ def evaluate(
             loss = model(inputs.to(hardware.device), targets.to(hardware.device), **documents)
         losses.append(loss.item())  # fp32, added as float64
     model.train(was_training)
-    shares = world.all_gather(losses)[:: world.context]  # those that share rows have the same
+    shares = world.all_gather(losses)[:: world.context]  # processes that share rows have the same
     in_order = (shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares))))
     return windows.metrics(sum(in_order) / windows.targets.numel())
 
@@ -106,7 +106,7 @@ def prompt_of(text: str, dataset: Dataset, seq_len: int) -> list[int]:
 def whole_words(tokens: list[int], most: int, tokenizer: tiktoken.Encoding) -> list[int]:
     """At most `most` of `tokens`, beginning where a word begins and ending where one ends.
 
-    The first word may be half of one, so it is left out. Without any blank, whole characters are taken.
+    The first word may be half of one, so it is left out. Without any blank, whole characters are used.
     """
     pieces = [tokenizer.decode_bytes([token]) for token in tokens]
     after_blank = [False, *(piece[-1:].isspace() for piece in pieces[:-1])]

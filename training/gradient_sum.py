@@ -9,9 +9,9 @@ from training.parallel import World
 class GradientSum:
     """The sum of a step's gradients: of this process's micro-batches and of all processes, as one binary tree.
 
-    Call `add` after each backward pass. Autograd adds the second gradient of a pair to the first; what pairs are made
-    into (`sums_that_end`) is added as soon as both terms are there, so log2(micro-batches) gradients are held.
-    The sum's address is always the same as long as the backward passes always write to the same addresses.
+    Call `add` after each backward pass. Autograd adds the second gradient of a pair to the first. Larger sums
+    (`sums_that_end`) are added as soon as both terms are complete, so log2(micro-batches) gradients are held. If the
+    backward passes always write to the same addresses, the sum's address is always the same too.
 
     micro_batches: how often `add` will be called.
     copied: whether the next backward pass writes where this one did, as a CUDA graph does.
@@ -19,9 +19,9 @@ class GradientSum:
 
     def __init__(self, parameters: list[Tensor], world: World, micro_batches: int, *, copied: bool = False) -> None:
         self._parameters, self._world, self._copied = parameters, world, copied
-        self._to_end = sums_that_end(micro_batches)[::-1]  # with each micro-batch to come, the next one last
-        self._loss: Tensor | None = None  # of the first of a pair, whose gradient is in `grad`
-        self._pending: list[list[Tensor]] = []  # gradients and loss of sums whose other term is to come
+        self._to_end = sums_that_end(micro_batches)[::-1]  # for each micro-batch to come, the next one last
+        self._loss: Tensor | None = None  # of the first micro-batch of a pair, whose gradient is in `grad`
+        self._pending: list[list[Tensor]] = []  # gradients and loss of sums that wait for their other term
 
     def add(self, loss: Tensor) -> None:
         """After a backward pass: the micro-batch's loss; its gradients are in `grad`."""
@@ -31,7 +31,7 @@ class GradientSum:
             self._push(sums - 1)
         else:
             self._loss = loss
-            if sums or not self._to_end:  # alone: of three, say
+            if sums or not self._to_end:  # without a partner: one of three, say
                 self._push(sums)
 
     @torch.no_grad()
@@ -60,10 +60,10 @@ class GradientSum:
 
 
 def sums_that_end(micro_batches: int) -> list[int]:
-    """With each micro-batch, how many sums of the tree are complete.
+    """For each micro-batch, how many sums of the tree it completes.
 
-    The tree is cut from the top, into halves that differ by one micro-batch at most: then the halves, and quarters, of
-    a step are added as two processes, or four, add theirs, however many micro-batches each has.
+    The tree is split from the top into halves that differ by one micro-batch at most. The halves (or quarters) of a
+    step are then added as two (or four) processes add theirs, however many micro-batches each has.
     """
     if micro_batches == 1:
         return [0]
@@ -73,6 +73,6 @@ def sums_that_end(micro_batches: int) -> list[int]:
 
 
 def _added(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:
-    """The sum, in the memory of `later`: the last backward pass wrote there."""
+    """The sum, in the memory of `later`, where the last backward pass wrote."""
     torch._foreach_add_(later, earlier)
     return later

@@ -1,8 +1,9 @@
-"""The training step as CUDA graphs: one launch in place of one a kernel.
+"""The training step as CUDA graphs: one launch in place of one for each kernel.
 
 A step of a small model is a thousand kernels, and Python takes longer to launch them than a GPU to run them. So forward
-and backward of a micro-batch are one graph (one of a step's first, one of those that add to it), the optimizer's step
-another, captured from the code that runs without them. They give the same bits.
+and backward of a micro-batch are one graph (one for a step's first micro-batch, one for those that add to its
+gradients), and the optimizer's step is another. They are captured from the code that runs without graphs, and give the
+same bits.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class Captured:
     besides its arguments must keep its address.
 
     function: never synchronizes with the host, and returns a tensor.
-    waits: it waits for other processes, and is called without a graph.
+    waits: whether it waits for other processes; it is then called without a graph.
     """
 
     def __init__(self, function: Callable[..., Tensor], *, waits: bool = False) -> None:
@@ -44,7 +45,7 @@ class Captured:
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             stream = capture_stream(self._arguments[0].device)
-            # other threads save and fetch meanwhile
+            # other threads save checkpoints and fetch batches meanwhile
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._result = self._function(*self._arguments)
             self.graph = graph
@@ -54,8 +55,8 @@ class Captured:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each GPU. PyTorch's default is on a process's first one, whichever is current; with a new stream for each
-    graph, cuBLAS would keep a workspace for each."""
+    """The capture stream of `device`. PyTorch's default is on a process's first GPU, whichever is current; with a new
+    stream for each graph, cuBLAS would keep a workspace for each."""
     return torch.cuda.Stream(device)
 
 
@@ -73,7 +74,7 @@ class StepGraphs:
         self._update = Captured(optimizer.step, waits=optimizer.exchanges)
 
     def compute(self, inputs: Tensor, targets: Tensor, region: Callable[[str], AbstractContextManager]) -> Tensor:
-        """The loss of a micro-batch; its gradients are in `grad`, added to what was there, until the next step's."""
+        """Return the loss of a micro-batch; its gradients are added to `grad`, valid until the next step's."""
         captured = self._first if self._parameters[0].grad is None else self._later
         with region("forward and backward"):
             loss = captured(inputs, targets)
@@ -84,7 +85,7 @@ class StepGraphs:
         return loss
 
     def update(self, loss: Tensor) -> Tensor:
-        """`Optimizer.step` with the gradients in `grad`, at the addresses of the step before."""
+        """`Optimizer.step` with the gradients in `grad`, which are at the addresses of the step before."""
         places = [p.grad.data_ptr() for p in self._parameters]
         assert self._update.graph is None or places == self._read, "the graph would read other gradients"
         self._read = places

@@ -16,9 +16,9 @@ from kernels.device import failure_of_triton
 from training.parallel import ALONE, World
 
 MAX_THREADS = 1024  # more than a machine has cores; a million makes PyTorch hang
-TENSOR_CORES = (7, 0)  # Volta and Turing multiply float16 on them and know no bfloat16; before, float16 gains nothing
+TENSOR_CORES = (7, 0)  # Volta's and Turing's multiply float16 but not bfloat16; before them float16 gains nothing
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_FOUND: list[int] = []  # the process's own threads, once a run of it has set others
+_FOUND: list[int] = []  # the process's own number of threads, once a run has set another
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,7 +48,7 @@ class Hardware:
     dtype: torch.dtype  # of the forward pass's matrix products
     compile: bool
     description: str
-    graphs: bool | None = False  # whether the training step is CUDA graphs; None: if memory is ample
+    graphs: bool | None = False  # whether the training step runs as CUDA graphs; None: if memory is ample
     world: World = field(default=ALONE, repr=False, compare=False)  # the processes that each have such a device
 
     def autocast(self) -> AbstractContextManager:
@@ -69,9 +69,9 @@ class Hardware:
 
 
 def set_up(config: HardwareConfig, world: World = ALONE, *, trains: bool = False) -> Hardware:
-    """`choose_hardware` for who computes there: ValueError, too, where nothing can be compiled.
+    """`choose_hardware` for a program that computes on it: ValueError also where nothing can be compiled.
 
-    trains: takes steps, whose products have the same few shapes each time.
+    trains: whether it takes training steps, whose matrix products have the same few shapes each time.
     """
     hardware = choose_hardware(config, world)
     refuse_without_compiler(hardware)
@@ -101,11 +101,11 @@ def choose_hardware(config: HardwareConfig, world: World = ALONE) -> Hardware:
 
 
 def refuse_without_compiler(hardware: Hardware) -> None:
-    """ValueError where nothing can be compiled, which the first step would find out, in a traceback of PyTorch's.
+    """Raise ValueError if nothing can be compiled; the first step would fail with a traceback of PyTorch's.
 
-    torch.compile needs a C++ compiler on a CPU, and Triton, for every run on a GPU, one for C: rotary positions and the
-    loss are kernels of ours whatever attention is. Both include Python.h, which a Linux distribution's own Python has
-    in a package by itself.
+    On a CPU torch.compile needs a C++ compiler. On a GPU every run needs Triton, and so a C compiler: rotary positions
+    and the loss are kernels of ours whatever the attention. Both include Python.h, which a Linux distribution's own
+    Python has in a separate package.
     """
     if hardware.device.type == "cuda":
         if failure := failure_of_triton():
@@ -119,8 +119,8 @@ def refuse_without_compiler(hardware: Hardware) -> None:
 
 
 def _why_no_compiler(variable: str, usual: str, language: str) -> str | None:
-    """Why no file that includes Python.h can be compiled, and a remedy; None where one can be read."""
-    name = os.environ.get(variable, usual)  # one word, as Triton and PyTorch take it: no arguments, and "" is a name
+    """Why a file that includes Python.h cannot be compiled, and a remedy; None if it can be preprocessed."""
+    name = os.environ.get(variable, usual)  # one word, as for Triton and PyTorch: no arguments, and "" is a name
     command = [name, "-E", "-x", language, f"-I{sysconfig.get_path('include', 'posix_prefix')}", "-"]
     # a framework's Python on macOS has its headers elsewhere, where PyTorch finds them
     source = b"" if sys.platform == "darwin" else b"#include <Python.h>\n"
@@ -150,7 +150,7 @@ def _device(config: HardwareConfig, world: World) -> torch.device:
     if world.size > 1:
         return _own_device(device, config.device, world)
     if device.index is not None:
-        torch.cuda.set_device(device)  # streams and graphs are of the current one by default
+        torch.cuda.set_device(device)  # streams and graphs are the current GPU's by default
     return device
 
 
@@ -187,8 +187,8 @@ def keep_freed_memory() -> None:
     """Let glibc keep up to 1 GiB of freed memory, and serve allocations of up to 32 MiB, its limit, from it.
 
     By default it returns the end of its heap to the system whenever that is free, and each step frees and allocates the
-    same memory: 6,900 page faults in a step of the quickstart, and none so (float32, an AMD EPYC of family 26,
-    2026-11-27). Other C libraries are left alone.
+    same memory: 6,900 page faults in a step of the quickstart, and none with these limits (float32, an AMD EPYC of
+    family 26, 2026-11-27). Other C libraries are left alone.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_TRIM_THRESHOLD, 2**30)
@@ -196,11 +196,11 @@ def keep_freed_memory() -> None:
 
 
 def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
-    """What matrix products are fastest in on `device`, of bfloat16 and float32, and why.
+    """The faster of bfloat16 and float32 for matrix products on `device`, and why.
 
-    A CPU without units for bfloat16 takes longer in it than in float32. AVX-512's are worth taking on AMD's cores
-    (Zen 4: commit 19b9d6d) and not on Intel's (Sapphire Rapids: commit 4f5e24f), whose fast ones are AMX's; a virtual
-    machine may hide those.
+    A CPU without units for bfloat16 is slower in it than in float32. AVX-512's units are worth using on AMD's cores
+    (Zen 4: commit 19b9d6d) but not on Intel's (Sapphire Rapids: commit 4f5e24f), whose fast units are AMX's; a virtual
+    machine may hide AMX.
     """
     if device.type == "cuda":
         if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
@@ -216,24 +216,24 @@ def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def onednn_is_faster() -> bool:
-    """Whether a CPU's products in float32, of shapes that come again, are faster by oneDNN, and no less exact.
+    """Whether oneDNN is faster, and no less exact, for this CPU's float32 matrix products of recurring shapes.
 
-    On AMD's cores with AVX-512 they are: 450 GFLOP/s on two cores of an EPYC of family 26, where MKL, which is for
-    Intel's, uses AVX2 and has 210 (torch 2.11.0, 2026-11-27). The precision "medium", with which PyTorch takes it,
-    allows it to round to bfloat16, too, which it does with AMX alone. For each new shape it takes a millisecond, so
-    that a cache that grows by a token at a time was read a quarter more slowly.
+    On AMD's cores with AVX-512 it is: it reaches 450 GFLOP/s on two cores of an EPYC of family 26, where MKL, made for
+    Intel's, uses AVX2 and reaches 210 (torch 2.11.0, 2026-11-27). PyTorch uses oneDNN at the precision "medium", which
+    also allows it to round to bfloat16; it does so only with AMX. Each new shape costs it a millisecond: reading a
+    cache that grows by a token at a time was a quarter slower.
     """
     cpu = torch.cpu.get_capabilities()
     return bool(cpu.get("cpu_name", "").startswith("AMD") and cpu.get("avx512_f") and not cpu.get("amx_bf16"))
 
 
 def gpu_number(device: str) -> int:
-    """N of hardware.device=cuda:N, else 0. `torch.device` counts modulo 256, or cannot read it."""
+    """N of hardware.device=cuda:N, else 0. `torch.device` reads N modulo 256, or cannot parse it."""
     return int(device.partition(":")[2] or 0)
 
 
 def _own_device(device: torch.device, asked: str, world: World) -> torch.device:
-    """The device of one of several processes; a GPU of its own, which from here on is the current one."""
+    """The device of one of several processes; a GPU of its own, which becomes the current one."""
     if device.type == "mps":
         raise ValueError(f"hardware.device={asked} is one GPU, for one process and not {world.size}; start one")
     if device.type == "cpu":
@@ -241,7 +241,7 @@ def _own_device(device: torch.device, asked: str, world: World) -> torch.device:
     if asked.startswith("cuda:"):
         raise ValueError(f"hardware.device={asked} is one GPU for {world.size} processes; use hardware.device=cuda")
     count = torch.cuda.device_count()
-    index = world.local_rank if count > 1 else 0  # srun may show each task only its own
+    index = world.local_rank if count > 1 else 0  # srun may show each task only its own GPU
     if index < count:
         torch.cuda.set_device(index)
     own = f"{world.hosts[world.rank]} {torch.cuda.get_device_properties(index).uuid}" if index < count else None

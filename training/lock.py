@@ -1,4 +1,4 @@
-"""One process for a run's folder: two would mix their metrics and delete each other's checkpoints."""
+"""One process for each run's folder: two would mix their metrics and delete each other's checkpoints."""
 
 import fcntl
 import os
@@ -12,32 +12,32 @@ from pathlib import Path
 NAME = "lock"
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
-TRIES = 10  # of taking it, a hundredth of a second apart
+TRIES = 10  # attempts to take the lock, a hundredth of a second apart
 
 
 def sweep_of(run: Path) -> Path | None:
-    """The folder of the sweep that the run is one of; None where it is of none."""
+    """The folder of the sweep that the run belongs to; None if it belongs to none."""
     return run.parent if (run.parent / SWEEP).is_file() else None
 
 
 def by_time(run: Path) -> tuple[bool, list[str | int]]:
-    """Sorts runs, or sweeps, by the time in a folder's name and the number behind it, 10 after 9; one without a time
-    was renamed by the user, so it comes first."""
+    """Sort key of runs, or sweeps: the time in the folder's name and the number after it, 10 after 9. A folder without
+    a time was renamed by the user, so it comes first."""
     dated = bool(DATED.match(run.name))
     return dated, [int(part) for part in re.findall("[0-9]+", run.name)] if dated else [run.name]
 
 
 class InUse(ValueError):
-    """Another process has the folder."""
+    """Another process holds the folder."""
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir`, which is made where it is missing, for this process alone.
+    """Hold `run_dir`, which is created if it is missing, for this process alone.
 
-    By flock(2) on `run_dir/lock`, which the system releases with the process, however that ends: a file left behind
-    by kill -9 blocks nothing. Where there is no such lock (some network file systems), a line says so and nothing is
-    locked. A folder in which nothing was written is removed again.
+    The lock is flock(2) on `run_dir/lock`, which the system releases when the process ends in any way: a file left
+    behind by kill -9 blocks nothing. Where flock is not supported (some network file systems), a line says so and
+    nothing is locked. A folder that was created here is removed again if nothing was written in it.
 
     Raises:
         InUse: another process holds it; one line with its id.
@@ -59,7 +59,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def holder(run_dir: Path) -> str:
-    """The holder of `run_dir`, "process 12 on node1"; empty where there is none, or no such locks."""
+    """The holder of `run_dir`, "process 12 on node1"; empty if there is none, or flock is not supported."""
     try:
         descriptor = os.open(run_dir / NAME, os.O_RDONLY)
     except OSError:  # no file, no holder
@@ -86,7 +86,7 @@ def _take(path: Path) -> int:
         except BlockingIOError as error:
             other = _written_in(descriptor)
             os.close(descriptor)
-            if (tries := tries + 1) < TRIES:  # `holder` has it for a moment when it looks
+            if (tries := tries + 1) < TRIES:  # `holder` takes it for a moment to look
                 time.sleep(0.01)
                 continue
             raise InUse(
@@ -113,5 +113,5 @@ def _written_in(descriptor: int) -> str:
 
 
 def _lock(descriptor: int, *, shared: bool = False) -> None:
-    """BlockingIOError where another process has it; any other OSError where there are no such locks."""
+    """Take the lock; BlockingIOError where another process has it, any other OSError where flock is not supported."""
     fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

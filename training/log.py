@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl` and `loss.png` always, console lines, Weights & Biases where it is wanted.
+"""What a run records: `metrics.jsonl` and `loss.png` always, console lines, Weights & Biases if it is enabled.
 
 Logging watches the run and never changes it: it draws no random number, and a failing wandb is reported once and
 switched off. Every figure of this project carries its `provenance`: commit, versions, machine, command.
@@ -59,10 +59,10 @@ REPLACED = ("config.yaml", "run.json", "summary.json", "loss.png")
 class RunLog:
     """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar.
 
-    settings: of the run; only where they resume one may the folder hold a run.
+    settings: the run's; the folder may already hold a run only if they resume one.
     wandb: its mode and why (`wandb_mode`).
-    description: of the run, as its checkpoints have it (`Run.description`), with its provenance.
-    checkpoint: where it resumes, if there is one.
+    description: the run's, as its checkpoints record it (`Run.description`), with its provenance.
+    checkpoint: what the run resumes from, if it resumes.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class RunLog:
         self.run_dir = run_dir
         self.console = Console(highlight=False, markup=False, emoji=False)  # [key] and :key: in a sample are text
         own = checkpoint is not None and checkpoint.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
-        expected = checkpoint.meta["metric_lines"] if own else None  # another run's counts another file's lines
-        # otherwise the folder's files are the user's own, or another run's
+        expected = checkpoint.meta["metric_lines"] if own else None  # another run's counts the lines of another file
+        # if it is not the same run, the folder's files are the user's own, or another run's
         unsaved = checkpoint is None or forked_from(run_dir) == description["settings"]["resume"]
         same_run = resume and (own or (unsaved and (run_dir / "run.json").exists()))
         self._file = MetricsFile(
@@ -94,7 +94,7 @@ class RunLog:
                 )
         self.picture = LossPicture(run_dir, self.say)
         self._description, self._first_step, self._steps = description, first_step, steps
-        self._paced_from: tuple[int, float] | None = None  # step and time of the first line, which compiled
+        self._paced_from: tuple[int, float] | None = None  # step and time of the first line, before which it compiled
         self._wandb, self.wandb_note, self._sent = start_wandb(
             run_dir, settings.logger, *wandb, description, resume=resume, recorded=self._file.last
         )
@@ -115,7 +115,7 @@ class RunLog:
 
     @property
     def lines(self) -> int:
-        """How many `metrics.jsonl` has by now, those that a full disk refuses included."""
+        """Number of lines of `metrics.jsonl` so far, including those that a full disk refuses."""
         return self._file.lines
 
     def say(self, text: str) -> None:
@@ -123,7 +123,7 @@ class RunLog:
 
     def describe(self, manifest: Mapping[str, Any], protocol: Mapping[str, int]) -> None:
         """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data by its `manifest`,
-        evaluation by its `protocol`). Where no step is to come the settings of before stay."""
+        evaluation by its `protocol`). If no step is left to run, the earlier settings stay."""
         known = {key: self._description[key] for key in ("provenance", "left_open")}
         known |= {"data": manifest, "evaluation": protocol}
         contents = {  # in this order: run.json alone marks a run that was killed here
@@ -135,7 +135,7 @@ class RunLog:
                 _write_whole(self.run_dir / name, content)
 
     def advance(self, step: int) -> None:
-        """Move the bar to `step` steps done; nothing where there is no terminal to show one."""
+        """Move the bar to `step` steps done; without a terminal, do nothing."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step)
 
@@ -165,7 +165,7 @@ class RunLog:
         self, results: Mapping[str, Any], check: NumberCheck, stop: StopRequest | None, checkpoint: Path | None,
         unsaved: OSError | ValueError | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Write `summary.json`, hand it to wandb, print the run's last lines, return the summary.
+        """Write `summary.json`, log it to wandb, print the run's last lines, return the summary.
 
         results: "steps", "seconds" and whatever else is known; its evaluation, unless the run was stopped.
         stop: why it was stopped. checkpoint: the last one saved. unsaved: why its end was not saved.
@@ -223,8 +223,8 @@ class MetricsFile:
     fails and when it works again. Lines past `first_step` were written after the checkpoint that is resumed: they are
     dropped with the first new line, so a run that does not get there changes nothing.
 
-    expected: lines that the file had up to `first_step` when that was saved; a loss of some is reported. More are
-        of an earlier process, which went further: a later one was killed between its checkpoint and its first line.
+    expected: lines that the file had up to `first_step` when that was saved; missing ones are reported. Extra ones
+        are an earlier process's, which went further: a later one was killed between its checkpoint and first line.
 
     Raises:
         ValueError: the file exists and the run is a new one, or it is damaged.
@@ -292,23 +292,23 @@ class MetricsFile:
         self._failed = False
 
     def _cut(self) -> FileIO:
-        """The file with the lines that are kept, open for more."""
-        # that of the process before, which ended at another step
+        """Return the file, cut to the lines that are kept and open for appending."""
+        # the previous process's, which ended at another step
         self.path.with_name("summary.json").unlink(missing_ok=True)
         if self.path.exists():
             _write_whole(self.path, "".join(line + "\n" for line in self._kept))
         file = self.path.open("ab", buffering=0)
-        self._kept = []  # not before: where it does not open, this is done again
+        self._kept = []  # only now: if it does not open, this is done again
         return file
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with None for inf and NaN, which JSON has not: a reader sees that there was no number."""
+    """`values` with None for inf and NaN, which JSON lacks: a reader sees that there was no number."""
     return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """(step, line) of all. A last line without an end was being written when the machine stopped: it is dropped."""
+    """(step, line) of each. A last line without an end was being written when the machine stopped: it is dropped."""
     *lines, _ = path.read_bytes().split(b"\n")
     try:
         return [(int(json.loads(line)["step"]), line.decode()) for line in lines]
@@ -352,7 +352,7 @@ def _write_whole(path: Path, content: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(content)
-        flush(temporary)  # or a power cut leaves the new name and not its content
+        flush(temporary)  # or a power cut may leave the new name without its content
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

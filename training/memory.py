@@ -23,7 +23,7 @@ HEAP = 1.5  # a CPU run's resident memory grows by 1.25 to 1.52 times the foreca
 REMEDIES = ("attention", "loss", "activation_checkpointing")  # fields of the model that a remedy may change
 
 
-_PEAKS: dict[str, dict[str, Counter]] = {}  # of each step that was asked for: programs ask for the same one repeatedly
+_PEAKS: dict[str, dict[str, Counter]] = {}  # step -> its peaks: programs plan the same step repeatedly
 
 
 class DoesNotFit(ValueError):
@@ -32,23 +32,23 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """A training step and the memory that there is for it."""
+    """A training step and the memory available for it."""
 
-    model: GPTConfig  # attention and loss are names of what will run
+    model: GPTConfig  # attention and loss name the implementations that will run
     optim: OptimConfig
     hardware: Hardware
     vocab_size: int
     seq_len: int  # tokens
-    sequences: int  # of a step, those that this process computes
+    sequences: int  # sequences of a step that this process computes
     micro_batch: int  # sequences of one forward and backward
-    features: tuple[str, ...] = ("causal",)  # of attention, in the words of kernels/support.py
+    features: tuple[str, ...] = ("causal",)  # of attention, named as in kernels/support.py
     free: int | None = None  # bytes; None where PyTorch cannot tell
 
     @cached_property
     def peaks(self) -> dict[str, Counter]:
         """What is alive at the peak of forward, backward and optimizer: bytes by (kind, module).
 
-        Of a model of transformers only what is alive between steps is known.
+        For a model of transformers only what is alive between steps is known.
         """
         if self.model.name is not None:
             return {"optimizer": Counter({("weights, gradients and moments", ""): 16 * held_parameters(self.model)})}
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def margin(self) -> float:
-        """How many times the forecast a run may really need."""
+        """The factor by which a run may really exceed the forecast."""
         return HEAP if self.on_cpu else MARGIN
 
     @property
@@ -120,7 +120,7 @@ class Plan:
     def remedies(self, limit: float) -> list["Plan"]:
         """Plans that need at most `limit` bytes, which is less than this one needs; the fastest first.
 
-        Single changes; where none is enough, all of them together. Empty where even that is too much, or what a change
+        Single changes; where none is enough, all of them together. Empty if even that is too much, or if what a change
         saves is unknown.
         """
         if self.model.name is not None:
@@ -142,7 +142,7 @@ class Plan:
         """The plan itself, or with `auto` one whose micro_batch fits; DoesNotFit where there is none."""
         if self.free is None:
             return self
-        if (least := self.least) > self.free:  # asked first: a step of so large a model would be followed for minutes
+        if (least := self.least) > self.free:  # checked first: tracking a step of so large a model takes minutes
             raise DoesNotFit(
                 f"weights, gradients and moments of model.num_layers={self.model.num_layers} and "
                 f"model.n_embd={self.model.n_embd} need {least / GIB:.2f} GiB and {self.free / GIB:.2f} GiB are "
@@ -151,7 +151,7 @@ class Plan:
         limit = self.free / self.margin
         if auto and (fitting := self.largest_fitting(limit)):
             return fitting
-        # on a CPU no run needs less than its forecast, and the kernel kills one that needs too much without a message
+        # on a CPU no run needs less than its forecast, and the system kills one that needs too much without a message
         if not auto and self.peak <= self.free * (1 if self.on_cpu else MARGIN):
             return self
         smallest = replace(self, micro_batch=1) if auto else self
@@ -206,7 +206,7 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, s
     features = model.attention_features(settings.data.document_mask)
     free, world = free_bytes(hardware.device), hardware.world
     if free and hardware.device.type == "cpu":
-        free //= world.hosts.count(world.hosts[world.rank])  # processes that share it
+        free //= world.hosts.count(world.hosts[world.rank])  # processes that share this host's
     shape = vocab_size, seq_len, sequences, micro_batch
     forecast = Plan(model, settings.optim, hardware, *shape, features, free)
     return forecast.checked(auto=asked == "auto")

@@ -1,7 +1,7 @@
 """Muon (Jordan 2024, kellerjordan.github.io/posts/muon): momentum, with each matrix's update orthogonalized.
 
 The Nesterov momentum D = U S V^T of each matrix becomes nearly U V^T, by a few matrix products (`orthogonalize`).
-Matrices of one shape are one batched product. A step never waits for the host, and its state is allocated at the
+Matrices of one shape are one batched product. A step never waits for the host, and its state is allocated at
 construction, so that it can be captured in a CUDA graph.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from training.owners import Owners
 from training.parallel import ALONE, World
 
-# The quintics a x + b x^3 + c x^5 of the iterations: each is the best approximation of 1, in the largest error, on the
-# interval that those before it leave of [least, 1] (Polar Express, arXiv:2505.16932, theorem 3.1). Four, with SAFETY,
-# take [0.005, 1] to [0.901, 1.083]. In float32, where a CPU is slow, three take [0.003, 1] to [0.347, 1.646], for the
+# The quintics a x + b x^3 + c x^5 of the iterations: each is the best approximation of 1, in maximum error, on the
+# interval to which those before it map [least, 1] (Polar Express, arXiv:2505.16932, theorem 3.1). Four, with SAFETY,
+# map [0.005, 1] to [0.901, 1.083]. In float32, where a CPU is slow, three map [0.003, 1] to [0.347, 1.646], for the
 # same loss: experiment=shakespeare has 1.8692 after 225 steps, 1.8702 with four (means of four seeds, whose differences
 # have a standard error of 0.002), 1.8725 with three from 0.005 on, 1.8875 from 0.02 on (two seeds).
 QUINTICS = {
@@ -35,10 +35,10 @@ QUINTICS = {
         (3.5055706, -2.6266538, 0.5257194),
     ),
 }
-# beyond its interval a quintic grows fast, and rounding reaches beyond: all but the last are used a little short of it
+# beyond its interval a quintic grows fast, and rounding can exceed it: all but the last are evaluated at x / SAFETY
 SAFETY = 1.01
 EPS = 1e-7
-# A stack is as many matrices of a shape as have gram matrices of so many entries: a few waves of tiles on any GPU.
+# entries in the gram matrices of one stack of matrices: a few waves of tiles on any GPU
 STACK_ENTRIES = 2**23
 
 
@@ -60,10 +60,10 @@ class Muon(torch.optim.Optimizer):
     A step is taken unless `found_inf`, which is set before it, is 1: torch.amp.GradScaler's convention, which fused
     AdamW follows too. Weights and momenta then keep every bit.
 
-    group: `params`, matrices alone; `lr`, 0-d on their device; `cautious`: whether only weights decay that the
-        update brings nearer to zero (cautious weight decay, arXiv:2510.12402). Where a matrix has more rows than
-        columns its rate is sqrt(rows / columns) times as high.
-    momentum: of the mean of gradients.
+    group: `params`, matrices alone; `lr`, 0-d on their device; `cautious`: whether only those weights decay
+        that the update brings nearer to zero (cautious weight decay, arXiv:2510.12402). Where a matrix has more rows
+        than columns its rate is sqrt(rows / columns) times as high.
+    momentum: the weight of earlier gradients in their mean.
     weight_decay: decoupled, times `lr`.
     dtype: of the products of `orthogonalize`.
     shapes: of the whole matrices, where `params` are only some rows of them.
@@ -103,18 +103,18 @@ class Muon(torch.optim.Optimizer):
             update, decay = update.float(), group["weight_decay"] / faster
             if group["cautious"]:
                 weights = torch.stack(stack.parameters)
-                decaying = (weights * update).gt_(0).mul_(weights)  # a CPU takes four times as long for `where`
+                decaying = (weights * update).gt_(0).mul_(weights)  # on a CPU `where` takes four times as long
                 update, decay = update.add(decaying, alpha=decay), 0.0
             step_towards(update.unbind(), stack.parameters, group["lr"] * faster, decay, self.found_inf)
 
     def orthogonalized(self, directions: Iterable[Tensor]) -> Iterator[Tensor]:
-        """`orthogonalize` of each stack, each by one of the processes."""
+        """Yield `orthogonalize` of each stack, each computed by one of the processes."""
         compute = partial(orthogonalize, dtype=self.dtype)
         return self._owners.computed(directions, compute) if self._owners else map(compute, directions)
 
 
 def stacked(parameters: list[nn.Parameter], shapes: list[torch.Size] | None = None) -> list[Stack]:
-    """All of the parameters, matrices of one shape together and in their order; momenta are zero.
+    """Stacks of all the parameters: matrices of one shape together, in their order; momenta are zero.
 
     shapes: of whole matrices, where the parameters are only some of their rows.
     """
@@ -132,7 +132,7 @@ def stacked(parameters: list[nn.Parameter], shapes: list[torch.Size] | None = No
 
 
 def nesterov(stack: Stack, momentum: float, found_inf: Tensor) -> Tensor:
-    """(matrices, rows, columns): Nesterov's look-ahead of the momentum, which this updates unless `found_inf` is 1."""
+    """Update the momentum unless `found_inf` is 1; return its Nesterov look-ahead, (matrices, rows, columns)."""
     gradients = [p.grad for p in stack.parameters]
     step_towards(gradients, stack.momentum.unbind(), momentum - 1, -1.0, found_inf)  # m + (1 - momentum) (gradient - m)
     return torch.stack(gradients).lerp_(stack.momentum, momentum)
@@ -141,9 +141,9 @@ def nesterov(stack: Stack, momentum: float, found_inf: Tensor) -> Tensor:
 def step_towards(
     updates: Sequence[Tensor], tensors: Sequence[Tensor], rate: Tensor | float, decay: float, found_inf: Tensor
 ) -> None:
-    """Make of each tensor x, with its update, x - rate (update + decay x), but keep every bit if `found_inf` is 1.
+    """Replace each tensor x by x - rate (update + decay x), but keep every bit if `found_inf` is 1.
 
-    All in float32. One kernel, which reads rate and found_inf on the device: a step of SGD is this.
+    All are float32. This is a step of SGD: one fused kernel, which reads rate and found_inf on the device.
     """
     torch._fused_sgd_(
         list(tensors), list(updates), [], lr=rate, weight_decay=decay, found_inf=found_inf, momentum=0.0,
@@ -156,11 +156,11 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     For an odd polynomial p, U p(S) V^T = W X with W = a + b X X^T + c (X X^T)^2: the singular values S are moved to 1
     by products that never compute them (QUINTICS says how near). They are first divided by the fourth root of the sum
-    of their fourth powers, |X X^T|^(1/2) in Frobenius norms: at least the largest and far nearer to it than |X|.
+    of their fourth powers, |X X^T|^(1/2) in Frobenius norms: at least the largest, and far nearer to it than |X|.
 
-    In float32 only the gram matrix X X^T is iterated, along the shorter side, and X multiplied once at the end, where
-    that is fewer FLOPs: 0.58 of them where one side is four times the other. Its smallest eigenvalues are squares,
-    so bfloat16 would lose them.
+    In float32, where that is fewer FLOPs, only the gram matrix X X^T along the shorter side is iterated, and X is
+    multiplied once at the end: 0.58 of the FLOPs where one side is four times the other. The gram matrix's eigenvalues
+    are the squares of singular values, so bfloat16 would lose the smallest.
 
     x: (matrices, rows, columns).
     dtype: of the products.
@@ -193,7 +193,7 @@ def _by_gram(rows: int, columns: int, dtype: torch.dtype) -> bool:
 
 
 def newton_schulz_flops(shapes: list[torch.Size], dtype: torch.dtype) -> float:
-    """What `orthogonalize` costs of matrices of these shapes."""
+    """FLOPs of `orthogonalize` for matrices of these shapes."""
     n, flops = len(QUINTICS[dtype]), 0.0
     for short, long in map(sorted, shapes):
         over_long, over_short = (2, 4 * n - 3) if _by_gram(short, long, dtype) else (2 * n, n)

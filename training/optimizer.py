@@ -24,8 +24,8 @@ FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps until the loss scale is doubled
 LARGEST_RATE = 1e6  # far above any use; near float32's largest number AdamW's step size overflows
 LARGEST_SCALE = 2.0**127  # of float32
-LEAST_SCALE = 1.0  # an overflow without any scaling is no matter of scale
-# what an optimizer holds of a parameter, and whether it may be below zero
+LEAST_SCALE = 1.0  # an overflow at this scale has another cause
+# the state that an optimizer holds for a parameter, and whether its values may be below zero
 MOMENTS = {
     torch.optim.AdamW: {"step": False, "exp_avg": True, "exp_avg_sq": False},
     Muon: {"momentum_buffer": True},
@@ -69,7 +69,7 @@ class OptimConfig:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must lie in [0, 1]")
 
     def resolved(self, device: torch.device) -> tuple["OptimConfig", str]:
-        """With muon_dtype chosen for `device`, and a line that says what will run and why."""
+        """Return the config with muon_dtype chosen for `device`, and a line that says what will run and why."""
         if self.name != "muon":
             return self, self.name
         if self.muon_dtype != "auto":
@@ -249,7 +249,7 @@ class Optimizer:
 
 
 class NoOpOptimizer:
-    """In place of an optimizer in `training_step` where no weight may change, as when a bad step is run again.
+    """Replaces the optimizer in `training_step` where no weight may change, as when a bad step is run again.
 
     The gradients of `model` are dropped. `loss_scale` is the real optimizer's.
     """
@@ -261,14 +261,14 @@ class NoOpOptimizer:
     scaled = Optimizer.scaled
 
     def step(self, loss: Tensor) -> Tensor:
-        """Drop the gradients; 0 in place of their norm."""
+        """Drop the gradients; return 0 in place of their norm."""
         for p in self.parameters:
             p.grad = None
         return torch.zeros_like(loss)
 
 
 def _refuse_other_moments(optimizer: torch.optim.Optimizer, parameters: list[Tensor], saved: Any) -> None:
-    """ValueError where `saved` is not what `optimizer.state_dict()` gives after some steps on whole `parameters`."""
+    """Raise ValueError unless `saved` is an `optimizer.state_dict()` after some steps on whole `parameters`."""
     moments = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(moments, dict):
         raise ValueError(f"optimizer without moments by parameter: {type(saved).__name__}")
@@ -288,7 +288,8 @@ def _refuse_other_moments(optimizer: torch.optim.Optimizer, parameters: list[Ten
 
 
 def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: bool) -> None:
-    """ValueError where `value` is not a plain tensor of the shape and dtype of `like`, or holds what it cannot."""
+    """Raise ValueError unless `value` is a plain tensor like `like` without NaN, and without negatives unless
+    `below_zero`."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
         raise ValueError(f"{name} is a {type(value).__name__}, expected a tensor with values")
     if value.shape != like.shape or value.dtype != like.dtype:
@@ -301,7 +302,7 @@ def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: boo
 
 
 def flops_of_muon(model: nn.Module, config: OptimConfig) -> float:
-    """What Muon's products cost a step, by its resolved muon_dtype; 0 for AdamW."""
+    """FLOPs of Muon's matrix products in a step, in its resolved muon_dtype; 0 for AdamW."""
     matrices = _matrices_of_muon(list(model.named_parameters()), config)
     return newton_schulz_flops([p.shape for p in matrices], DTYPES[config.muon_dtype]) if matrices else 0.0
 
@@ -311,7 +312,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _matrices_of_muon(named: list[tuple[str, nn.Parameter]], config: OptimConfig) -> list[nn.Parameter]:
-    """Those inside the blocks."""
+    """The trained matrices inside the blocks where `config` chooses Muon, else none."""
     if config.name != "muon":
         return []
     return [p for name, p in named if p.requires_grad and p.ndim == 2 and name.startswith("blocks.")]
@@ -324,7 +325,7 @@ def _build(
     muon = _matrices_of_muon(named, config)
     in_muon = {id(p) for p in muon}
     adamw = [p for _, p in named if id(p) not in in_muon]
-    # of a model of transformers: experts are one tensor of many matrices, and their biases one of many vectors
+    # in a model of transformers, experts are one tensor of many matrices, and their biases one of many vectors
     decays = {id(p) for name, p in named if p.ndim >= 2 and not name.endswith("bias")}
     groups = [{"params": [p for p in adamw if id(p) in decays], "peak_lr": config.lr}]
     # gains of norms and biases do not decay
@@ -339,7 +340,7 @@ def _build(
             capturable=True,
         )
     ]
-    for p in adamw:  # as its first step would, but before it: a graph needs them at their addresses
+    for p in adamw:  # its first step would make these, but a graph needs them at their addresses before
         zeros = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
         optimizers[0].state[p] = {"step": torch.zeros((), device=p.device)} | zeros
     if muon:

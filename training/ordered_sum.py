@@ -1,6 +1,6 @@
 """Sums over processes in the order of a binary tree over ranks, independent of the communication library.
 
-So the bits depend on the terms alone, and 1, 2, 4 or 8 processes can have the same.
+The bits of a sum then depend on the terms alone, so that runs of 1, 2, 4 or 8 processes can have the same bits.
 """
 
 from itertools import accumulate
@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PIECE = 2**26  # elements that more than two processes sum at a time: what their sum needs of memory, twice
-ALIGNED = 64  # elements: each tensor begins as aligned in a piece as by itself
+PIECE = 2**26  # elements that more than two processes sum at a time; the sum needs memory for twice as many
+ALIGNED = 64  # elements: each tensor is as aligned in a piece as by itself
 
 
 @torch.no_grad()
 def sum_over_ranks(terms: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Make `terms` (contiguous, any shapes, the same in all processes) their sums over the processes of `group`.
+    """Replace `terms` (contiguous, any shapes, the same in all processes) by their sums over the processes of `group`.
 
-    A sum of two has one order, so the library may add them, where they lie. Of more processes each adds a part of what
-    all have, piece by piece; the traffic is that of a ring all-reduce too.
+    A sum of two terms has only one order, so the library adds those of two processes in place. With more, each process
+    adds its part of the terms of all, piece by piece; the traffic is that of a ring all-reduce too.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size == 2:
@@ -49,7 +49,7 @@ def reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def tree_sum(rows: list[Tensor], out: Tensor) -> None:
-    """Write to `out` the sum of two `rows` or more, ordered by `gradient_sum.sums_that_end`; some are written over."""
+    """Write to `out` the sum of two `rows` or more, in the order of `gradient_sum.sums_that_end`; overwrites some."""
     first = -(-len(rows) // 2)
     torch.add(_tree(rows[:first]), _tree(rows[first:]), out=out)
 
@@ -60,7 +60,7 @@ def _tree(rows: list[Tensor]) -> Tensor:
 
 
 def cut(terms: list[Tensor], size: int) -> list[list[Tensor]]:
-    """Flat views of all that is in `terms`, in lists that take up at most `size` elements, a multiple of ALIGNED."""
+    """Flat views that cover `terms`, in lists that take up at most `size` elements, a multiple of ALIGNED."""
     pieces, room = [[]], size
     for term in terms:
         rest = term.view(-1)

@@ -17,7 +17,7 @@ class Owners:
     world: the processes; they all hold whole matrices, or with `world.shards` some rows of each.
     shapes: of the stacks, (matrices, rows, columns), whole.
     costs: of each, in FLOPs.
-    dtype: of what is computed.
+    dtype: of the results.
     device: where the matrices lie.
     """
 
@@ -30,7 +30,7 @@ class Owners:
         self._group = world.flat_mesh(device).get_group()
 
     def computed(self, directions: Iterable[Tensor], compute: Compute) -> Iterator[Tensor]:
-        """`compute` of each stack, given and returned as this process holds it: whole, or its rows."""
+        """Yield `compute` of each stack; directions and results are as this process holds them: whole, or its rows."""
         with self._world.communicating():
             yield from (self._from_rows if self._world.shards else self._from_wholes)(directions, compute)
 
@@ -83,7 +83,7 @@ class Owners:
 
 
 def dealt_by_cost(costs: list[float], size: int) -> list[int]:
-    """The owner of each: the most expensive first, to the rank with the least work so far; the lowest on a tie."""
+    """The owner of each stack: most expensive first, to the rank with the least work so far; the lowest on a tie."""
     loads, owners = [0.0] * size, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         owners[index] = loads.index(min(loads))

@@ -1,14 +1,14 @@
 """Several processes, one run: their ranks, what they communicate, and the sum of their gradients.
 
 `torchrun --nproc-per-node W train.py ...`, or one task a GPU by srun. Each process computes its share of a step's rows
-with the whole model, with parallel.data=shard a block at a time. The gradients of all micro-batches are summed as one
-binary tree over their numbers in the step: its lower levels within a process, its upper ones between processes. So any
-power of two of them adds the same numbers in the same order and ends with the same bits (1, 2 and 4 are tried), as long
-as `train.micro_batch` is the same and divides a process's rows. No order is left to a communication library, and the
-traffic is that of a ring all-reduce.
+with the whole model, or with parallel.data=shard a block at a time. The gradients of all micro-batches are summed as
+one binary tree over their numbers in the step: its lower levels within a process, its upper ones between processes. So
+any power of two of processes adds the same numbers in the same order and ends with the same bits (1, 2 and 4 are
+tested), as long as `train.micro_batch` is the same and divides a process's rows. No order is left to a communication
+library, and the traffic is that of a ring all-reduce.
 
-What is rare (the run's folder, an evaluation's losses, a summary) goes through the key-value store of their rendezvous
-(training/rendezvous.py); what is needed at each step travels as the last elements of the gradient.
+Rare messages (the run's folder, an evaluation's losses, a summary) go through the key-value store of the rendezvous
+(training/rendezvous.py); what each step needs travels as the last elements of the gradient.
 """
 
 import json
@@ -32,9 +32,9 @@ from training.watchdog import Failure, Watchdog
 MODES = ("replicate", "shard")
 CONTEXT_METHODS = ("auto", *METHODS)
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
-IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
-FOREVER = timedelta(days=30)  # who never comes is found by training/watchdog.py, not by a timeout
-MEETING = timedelta(minutes=5)  # until all are there
+IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that a process may be late; evaluation, samples, saving lie between
+FOREVER = timedelta(days=30)  # a process that never arrives is found by training/watchdog.py, not by a timeout
+MEETING = timedelta(minutes=5)  # for all to arrive
 
 
 @dataclass
@@ -55,7 +55,7 @@ class ParallelConfig:
 
 
 class NullObject:
-    """Stands in processes other than the first for what only the first has: every attribute and call is itself."""
+    """Replaces, in the other processes, what only the first one has: every attribute and call returns itself."""
 
     def __getattr__(self, name: str) -> Self:
         return self
@@ -80,14 +80,14 @@ class World:
 
     Attributes:
         rank, size: this process's number, and how many there are.
-        local_rank: its number on its host: which GPU it takes.
-        hosts: of each rank.
+        local_rank: its number on its host, which chooses its GPU.
+        hosts: the host of each rank.
         step: steps done, as far as the host knows.
-        arrivals: steps and collectives that it has entered; those that wait for it have entered more.
+        arrivals: steps and collectives that it has entered; processes that wait for it have entered more.
         context: neighbouring ranks that share each row's tokens (context parallelism).
         shards: whether each process holds a part of every weight (training/shard.py).
         patience: seconds that the others wait for it in a collective before it counts as hanging.
-        messages: what is summed with the gradients of each step.
+        messages: the numbers that are summed with the gradients of each step.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Among the `data_size` groups that have batches of their own; processes that share rows are one group."""
+        """Its group among the `data_size` that have batches of their own; processes that share rows are one group."""
         return self.rank // self.context
 
     @property
@@ -121,7 +121,7 @@ class World:
         return self.size // self.context
 
     def arrange(self, parallel: ParallelConfig) -> None:
-        """Set which processes share rows, and whether all share weights.
+        """Set which processes share rows, and whether all shard the weights.
 
         Raises:
             ValueError: `parallel.context` does not divide the number of processes.
@@ -140,7 +140,7 @@ class World:
     # --- rare collectives, through the store
 
     def all_gather(self, value: Any, within: timedelta = FOREVER) -> list[Any]:
-        """What each process gave, by rank. All must call it, and none returns before all have. `value` is JSON."""
+        """Return each process's value, by rank. All must call it, and none returns before all have. `value` is JSON."""
         if self._store is None:
             return [value] * self.size
         keys = [f"all_gather/{self._gathers}/{rank}" for rank in range(self.size)]
@@ -149,17 +149,17 @@ class World:
             self._store.set(keys[self.rank], json.dumps(value))
             self._store.wait(keys, within)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
-            if self._gathers:  # a process that is here has read all of the one before
+            if self._gathers:  # every process that is here has read all of the one before
                 self._store.delete_key(f"all_gather/{self._gathers - 1}/{self.rank}")
         self._gathers += 1
         return found
 
     def broadcast(self, value: Any) -> Any:
-        """What the first process gave."""
+        """Return the first process's value; all must call it."""
         return self.all_gather(value if self.is_first else None)[0]
 
     def on_first(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` in the first process; in the others what does nothing and returns a `NullObject`."""
+        """`function` in the first process; in the others a function that does nothing and returns a `NullObject`."""
         return function if self.is_first else NullObject()
 
     def local_sequences(self, sequences: int, micro_batch: int | str | None, seq_len: int) -> int:
@@ -192,7 +192,7 @@ class World:
             self.arrivals += 1
 
     def take_time(self) -> None:
-        """Until its next step the others wait for the first process, however long it takes; if it dies, it is found."""
+        """Let the first process take any time until its next step; if it dies meanwhile, the others still notice."""
         if self.is_first:
             self.patience = math.inf
 
@@ -200,7 +200,7 @@ class World:
     def sum(self, terms: list[Tensor], loss: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The sum of `terms` (fp32, any shapes) and `loss` over all processes, as a binary tree over ranks.
 
-        The sums lie where `terms` lay. Where processes share weights, `terms` are sums already, and stay.
+        The sums are in the memory of `terms`. Where weights are sharded, `terms` are sums already, and stay.
         """
         if self.size == 1:
             return terms, loss
@@ -216,14 +216,14 @@ class World:
         return terms, tail[0]
 
     def _group_for(self, device: torch.device) -> Any:
-        """The process group, made at its first use: only then the device is known."""
+        """The process group, created at its first use, when the device is known."""
         if self._group is None:
             backend = {"cpu": "gloo", "cuda": "nccl"}.get(device.type)
             if backend is None:
                 raise ValueError(f"{self.size} processes cannot share hardware.device={device.type}; start one")
             store = dist.PrefixStore("group", self._store)
             own = device if device.type == "cuda" else None
-            # the watchdog alone says who hangs, but for what it does not count: exchanges inside of a step
+            # only the watchdog names a process that hangs, except in what it does not count: exchanges inside a step
             within = FOREVER if self.context == 1 and not self.shards else None
             ranks = {"rank": self.rank, "world_size": self.size, "device_id": own}
             with self.communicating():
@@ -232,7 +232,7 @@ class World:
         return self._group
 
     def mesh(self, device: torch.device) -> dist.DeviceMesh:
-        """The processes as (data, context): the neighbours in a row of it share each row's tokens."""
+        """The processes as a mesh (data, context): neighbours along `context` share each row's tokens."""
         self._group_for(device)
         names = ("data", "context")
         with self.communicating():
@@ -246,7 +246,7 @@ class World:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Around communication: it fails where another process ended; the watch then names that one and ends this."""
+        """Wrap communication, which fails if another process has ended; the watchdog then names it and ends this."""
         try:
             yield
         except RuntimeError as error:
@@ -271,7 +271,7 @@ class World:
             dist.destroy_process_group()
         if not self.is_first:
             self._store.set(f"left/{self.rank}", "")
-        else:  # the store may be its own
+        else:  # the store may run in this process
             with suppress(RuntimeError):
                 self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timedelta(seconds=30))
 

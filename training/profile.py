@@ -4,9 +4,9 @@
 names without this recorder: `nsys profile -t cuda,nvtx python train.py ...`.
 
 On a GPU the unit is a kernel, a copy or a fill, and idle is the time in which none ran. Without a GPU it is a PyTorch
-operator's own time (without the operators that it called), and idle is Python between operators. A kernel belongs to
-the optimizer if it was launched in the region of that name, and where kernels/parts.py says if it is ours; else its
-name, or that of the operator that launched it, decides.
+operator's own time (without the operators that it called), and idle is Python between operators. A kernel that was
+launched in the region "optimizer" belongs to the optimizer. A kernel of ours belongs where kernels/parts.py says. For
+any other, its name or that of the operator that launched it decides.
 """
 
 import gzip
@@ -32,9 +32,9 @@ WARMUP_STEPS = 1  # with the profiler on, not kept: its own start is slow
 RECORDED_STEPS = 3  # enough for a mean; a trace of GPT-2 124M grows by about 1 MB a step
 STEPS_NEEDED = SKIPPED_STEPS + WARMUP_STEPS + RECORDED_STEPS
 
-# The first that fits decides. A name is "operator | kernel" in lower case; compiled kernels are named after what was
-# fused into them, for example triton_red_fused__softmax_mul. Batched products (bmm) are attention's, naive or of short
-# sequences on a CPU: every other product of the model has one weight for the whole batch.
+# The first pattern that matches decides. A name is "operator | kernel" in lower case; compiled kernels are named after
+# what was fused into them, for example triton_red_fused__softmax_mul. Batched products (bmm) are attention's, naive or
+# of short sequences on a CPU: every other product of the model has one weight for the whole batch.
 GROUPS = {
     "optimizer": r"multi_tensor_apply|_foreach|adam|optimizer\.step|clip_grad",
     "cross-entropy": r"cross_entropy|nll_?loss|log_?softmax",
@@ -53,7 +53,7 @@ TEXT = ("group", "longest", "name")  # columns of words
 
 @contextmanager
 def region(name: str) -> Iterator[None]:
-    """A named part of a step: a few microseconds, whether or not anybody is recording."""
+    """Name a part of a step; it costs a few microseconds, whether or not a profiler records."""
     nvtx = torch.cuda.is_initialized()
     if nvtx:
         torch.cuda.nvtx.range_push(name)
@@ -66,7 +66,7 @@ def region(name: str) -> Iterator[None]:
 
 
 def refuse_too_few(steps: int) -> None:
-    """ValueError where `steps`, those that are left to run, are too few to record any."""
+    """Raise ValueError if the `steps` that are left to run are too few to record any."""
     if steps < STEPS_NEEDED:
         raise ValueError(
             f"profile=true needs {STEPS_NEEDED} steps ({SKIPPED_STEPS + WARMUP_STEPS} to settle, {RECORDED_STEPS} "
@@ -75,7 +75,7 @@ def refuse_too_few(steps: int) -> None:
 
 
 class StepProfiler:
-    """Open with `with` and call `step()` after each training step; the steps after the first four are recorded.
+    """Open with `with` and call `step()` after each training step; the three steps after the first four are recorded.
 
     `folder` gets `trace.json.gz`, for https://ui.perfetto.dev or chrome://tracing, and `profile.json`, the time by
     group and by kernel, which is printed too. Recording changes no number of the run. If a profile cannot be made, a
@@ -90,7 +90,7 @@ class StepProfiler:
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
             schedule=schedule(wait=SKIPPED_STEPS, warmup=WARMUP_STEPS, active=RECORDED_STEPS, repeat=1),
             on_trace_ready=self._write,
-            acc_events=True,  # else it warns, each time, that events of earlier cycles are dropped: there is one cycle
+            acc_events=True,  # else it warns each time that events of earlier cycles are dropped: there is one cycle
         )
 
     def __enter__(self) -> "StepProfiler":
@@ -101,7 +101,7 @@ class StepProfiler:
         self._profile.stop()
 
     def step(self) -> bool:
-        """Mark the end of a training step; whether its recording was the last and has just been written."""
+        """Mark the end of a training step; return whether the recording has just ended and been written."""
         self._steps_done += 1
         if self._steps_done == SKIPPED_STEPS + WARMUP_STEPS:
             self._hardware.synchronize()  # or kernels of earlier steps would still be running when recording begins
@@ -134,7 +134,7 @@ class StepProfiler:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time, in microseconds."""
+    """A named span of time; start and duration in microseconds."""
 
     name: str
     group: str
@@ -144,13 +144,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Share:
-    """What a kernel, or a group of them, takes of one step."""
+    """The time that a kernel, or a group of them, takes of one step."""
 
     name: str
     group: str
     ms: float
     share: float  # of the step
-    calls: float  # a step
+    calls: float  # per step
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def group_of(name: str) -> str:
 
 
 def short(name: str) -> str:
-    """A kernel's name without return type, namespaces' fillers and template arguments."""
+    """A kernel's name without return type, filler namespaces and template arguments."""
     name = re.sub(r"\(anonymous namespace\)::|^void |at::native::", "", name)
     inner = re.search(r"(\w*(?:functor|_kernel_cuda|kernel_?impl)\w*)", name, flags=re.I)
     outer = re.split(r"[<(]", name)[0]
@@ -248,7 +248,7 @@ def _kernels(events: list[dict], device: list[dict]) -> list[Span]:
 def _operators(events: list[dict]) -> Iterator[tuple[dict, float, str]]:
     """Each operator, its own time (without the operators it called) and its group.
 
-    One that belongs nowhere by its name is counted with the operator that called it: a subtraction inside logsumexp.
+    One whose name matches no group is counted with the operator that called it: a subtraction inside logsumexp, say.
     """
     in_optimizer = _regions(events, "optimizer")
     threads: dict[int, list[dict]] = defaultdict(list)
@@ -272,7 +272,7 @@ def _operators(events: list[dict]) -> Iterator[tuple[dict, float, str]]:
 
 
 def _regions(events: list[dict], name: str):
-    """A function of a time: whether it is inside a region of that name."""
+    """Return a function of a time that says whether it is inside a region of that name."""
     found = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e["name"] == name]
     return lambda moment: any(begin <= moment < end for begin, end in found)
 

@@ -23,7 +23,7 @@ def micro_batch_streams(device: torch.device) -> Iterator[Callable[[int], None]]
     The masks then depend on one number drawn for the step and on the micro-batch's number, not on the process that
     computes it or on the order. Afterwards the streams are as after that one draw, in every process.
     """
-    step_seed = int(torch.randint(2**62, ()))  # of the CPU's stream, which all processes have alike
+    step_seed = int(torch.randint(2**62, ()))  # of the CPU's stream, which is the same in all processes
     after = torch.get_rng_state()
     yield lambda micro_batch: _seed(device, step_seed + 1 + micro_batch)
     _seed(device, step_seed)
@@ -57,7 +57,7 @@ def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device | str = "cpu") -> None:
-    """Set every generator to `states`. A run that moves between CPU and GPU has the freshly seeded stream there.
+    """Set every generator to `states`. A run that moves between CPU and GPU keeps the freshly seeded stream there.
 
     ValueError, before anything changes, where Python's or NumPy's are invalid: NumPy would read past the array's end.
     """

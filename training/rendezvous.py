@@ -39,7 +39,7 @@ def number_in(environment: Mapping[str, str], name: str) -> int:
 
 
 def check_address(size: int) -> None:
-    """ValueError where MASTER_ADDR and MASTER_PORT are no place for `size` processes to meet."""
+    """Raise ValueError unless MASTER_ADDR and MASTER_PORT name a place where `size` processes can meet."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ValueError(f"{name} is not set, and {size} processes must meet; torchrun sets it")
@@ -50,7 +50,7 @@ def check_address(size: int) -> None:
 
 @cache
 def this_world() -> World:
-    """The processes that this one was started with, as the environment says; ValueError where it says half of it."""
+    """The processes that this one was started with, as the environment says; ValueError if that is incomplete."""
     return meet(*ranks())
 
 
@@ -58,15 +58,15 @@ def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> Worl
     """This process among `size` that meet at MASTER_ADDR:MASTER_PORT.
 
     Raises:
-        ValueError: they are not there within five minutes, or there can be no such place.
+        ValueError: the others do not arrive within five minutes, or the address is not valid.
     """
     if size == 1:
         return ALONE
     check_address(size)
     try:
         meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=MEETING)
-        # torchrun --max-restarts keeps the store, and what the processes before have said in it; but each host counts
-        # its own restarts, so that those of several have no number in common
+        # torchrun --max-restarts keeps the store with what earlier processes wrote in it, so each restart has a prefix;
+        # but each host counts its own restarts, so processes on several hosts have no number in common
         alone = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
         store = dist.PrefixStore(f"run {attempt}", next(iter(meeting))[0])

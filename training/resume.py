@@ -23,18 +23,18 @@ from training.random_states import random_states, restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
 MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "attention_dropout", "fp8")
-# what weights that were trained otherwise can learn: other distances between tokens
+# keys that `init_from` may change too: the weights can learn other distances between tokens
 MAY_BE_LEARNED = ("window", "rope_base")
 # keys of the data group that do not change the text and its split
 NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "num_workers")
-# how it is split: the same text split otherwise would be evaluated where it was trained on
+# keys that split the text: another split of the same text would evaluate on what was trained on
 SPLITS_THE_TEXT = ("split", "validation_split", "validation_fraction")
-# the first of these that is set says which text it is, and beside it which key names a new one; Python's own has none
+# key that identifies the text (the first that is set) -> key that names a new one; the embedded text has neither
 NAMES_THE_TEXT = {"files": "files", "local_dir": "local_dir", "name": "revision"}
 # keys that a validation loss depends on
 OF_THE_EVALUATION = ("data.seq_len", "data.document_mask", "train.eval_windows")
 
-# what resuming needs. The position in the data and in the schedule is a function of the step
+# what resuming needs from a checkpoint. The position in the data and in the schedule is a function of the step
 NEEDED_META = {
     "step": int,
     "seconds": (int, float),
@@ -82,7 +82,7 @@ def find(
 def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
     """The settings of the run that `resume` names, flat; what they left open (auto) is open again.
 
-    Those of the checkpoint; of a run that was killed before its first one, those in `run_dir`; else none.
+    They come from the checkpoint, or from `run_dir` for a run that was killed before its first one; {} without either.
     """
     checkpoint = find(resume, run_dir, lambda line: None, verify=(META,))
     if checkpoint:
@@ -97,13 +97,13 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
 
 
 def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Its settings, flat, as they were before `resolve` chose for its machine."""
+    """The checkpoint's settings, flat, as they were before `resolve` made its choices for that machine."""
     _require_a_runs(checkpoint)
     return flat(checkpoint.meta["settings"]) | dict(checkpoint.meta["left_open"])
 
 
 def _require_a_runs(checkpoint: Checkpoint) -> None:
-    """ValueError unless its description is that of a run, and not of a bad step."""
+    """Raise ValueError unless the checkpoint is a run's, with what resuming needs; the dump of a bad step is not."""
     if "first" in checkpoint.meta:
         raise ValueError(
             f"{checkpoint.path} is what a bad step left behind, which scripts.replay runs again (dump=...), and no "
@@ -115,7 +115,7 @@ def _require_a_runs(checkpoint: Checkpoint) -> None:
 def refuse_unless_same(
     checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
 ) -> None:
-    """ValueError where `checkpoint` cannot be resumed, with the first key that differs, its value then and now.
+    """Raise ValueError if `checkpoint` cannot be resumed, with the first key that differs, its value then and now.
 
     settings: the run's, resolved. tokenizer: its `tokenizer_state`.
     """
@@ -127,7 +127,7 @@ def refuse_unless_same(
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
     _refuse_another_model(here, checkpoint, settings, MAY_CHANGE)
     anew = f", or begin a run of its own with init_from={checkpoint.path}"
-    # the step times batch_tokens is where the run is in the text, and what it has seen
+    # the step times batch_tokens is the run's position in the text, and the number of tokens that it has seen
     for group, key, otherwise in (("optim", "name", ""), ("train", "batch_tokens", anew)):
         old, new = before[group].get(key), settings[group][key]
         if old != new:
@@ -137,7 +137,7 @@ def refuse_unless_same(
 def refuse_unless_it_fits(
     checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
 ) -> None:
-    """ValueError where a run cannot start with the weights of `checkpoint`; arguments as `refuse_unless_same`."""
+    """Raise ValueError if a run cannot start with the weights of `checkpoint`; arguments of `refuse_unless_same`."""
     _require_a_runs(checkpoint)
     here = f"init_from={checkpoint.path}"
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
@@ -145,7 +145,7 @@ def refuse_unless_it_fits(
 
 
 def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """ValueError where the text has changed and no key of the data group says so, or where it is split otherwise."""
+    """Raise ValueError if the text has changed and no key of the data group says so, or if other rows are held out."""
     then, before, now = checkpoint.meta["data_fingerprint"], checkpoint.meta["settings"]["data"], settings["data"]
     changed = [key for key in now if key not in NOT_OF_THE_TEXT and before.get(key, now[key]) != now[key]]
     if key := _held_out_anew(before, now, changed):
@@ -164,13 +164,13 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
 
 
 def _held_out_anew(before: Mapping[str, Any], now: Mapping[str, Any], changed: list[str]) -> str | None:
-    """The first of the `changed` keys by which other or more rows of the same text are held out; None: by none."""
+    """The first of the `changed` keys that holds out other or more rows of the same text; None if there is none."""
     if not changed or {*changed} - {*SPLITS_THE_TEXT, "streaming"}:
         return None  # the same split, or another text
     holding_out = {*SPLITS_THE_TEXT}
-    if now.get("validation_split"):  # which has none of the rows that are trained on, whatever these are
+    if now.get("validation_split"):  # it shares no rows with `split`, whatever that is
         holding_out = {"validation_split"}
-    elif now["validation_fraction"] <= before.get("validation_fraction", 0.0):  # the end of what was held out
+    elif now["validation_fraction"] <= before.get("validation_fraction", 0.0):  # a part of what was held out: its end
         holding_out = {"split", "validation_split"}
     return next((key for key in SPLITS_THE_TEXT if key in changed and key in holding_out), None)
 
@@ -178,7 +178,7 @@ def _held_out_anew(before: Mapping[str, Any], now: Mapping[str, Any], changed: l
 def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapping[str, str], vocab_size: int) -> None:
     then = checkpoint.meta["tokenizer"]
     if tokenizer["alphabet"] and then.get("alphabet") == tokenizer["alphabet"]:
-        then = then | {"name": tokenizer["name"]}  # of a folder, which may have been moved, the contents count
+        then = then | {"name": tokenizer["name"]}  # a folder may have been moved: only its contents count
     if then["name"] != tokenizer["name"]:
         raise ValueError(
             f"{here} was trained with tokenizer={then['name']}, this run has {tokenizer['name']}; "
@@ -195,9 +195,9 @@ def _refuse_another_model(
     here: str, checkpoint: Checkpoint, settings: Mapping[str, Any], may_change: tuple[str, ...]
 ) -> None:
     before, then, now = checkpoint.meta["settings"]["model"], checkpoint.theirs, settings.get("theirs")
-    moved = then is not None and then == now  # of a folder of transformers the contents count
-    for key, new in sorted(settings["model"].items(), key=lambda item: item[0] != "name"):  # the others follow from it
-        old = before.get(key, getattr(GPTConfig, key, None))  # a checkpoint from before there was such a key
+    moved = then is not None and then == now  # a folder of transformers may have been moved: only its contents count
+    for key, new in sorted(settings["model"].items(), key=lambda item: item[0] != "name"):  # the rest follows from it
+        old = before.get(key, getattr(GPTConfig, key, None))  # an older checkpoint lacks newer keys
         if old != new and key not in may_change and not (moved and key == "name"):
             raise _was_another(here, f"model.{key}", old, new)
     if then and now and not moved:
@@ -209,7 +209,7 @@ def _refuse_another_model(
 
 
 def newest_sweep(run: Path) -> Path | None:
-    """The newest sweep of the run's name that has checkpoints, but for its own; None where there is none."""
+    """The newest other sweep with checkpoints under the run's name; None if there is none."""
     of_name = (sweep_of(run) or run).parent
     sweeps = {sweep for path in of_name.glob("*/*/checkpoints") if (sweep := sweep_of(path.parent))}
     return max(sweeps - {run.parent}, key=by_time, default=None)
@@ -233,8 +233,8 @@ def restore(
     device: torch.device,
     description: Mapping[str, Any],
 ) -> tuple[dict[str, Any], float]:
-    """Load `checkpoint` into model, optimizer and random streams; returns its whole state, and the best validation loss
-    before it that counts in the run of this `description`. Of a new run, with no checkpoint: ({}, inf).
+    """Load `checkpoint` into model, optimizer and random streams. Return its whole state and the best validation loss
+    that counts in the run of this `description` (`best_loss_before`); for a new run, without a checkpoint, ({}, inf).
 
     ValueError names what the checkpoint lacks, or what does not fit.
     """
@@ -249,20 +249,20 @@ def restore(
         restore_random_states(state["random"], device)
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, TypeError, LookupError, RuntimeError) as error:  # as PyTorch, NumPy and Python say it
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:  # as PyTorch, NumPy and Python raise it
         raise ValueError(f"checkpoint {checkpoint.path}: {STATE} does not fit ({error}); use another") from error
     return state, best_loss_before(state, checkpoint, description)
 
 
 def _order(settings: Mapping[str, Any]) -> tuple:
-    """What the order of the windows follows from, of flat settings."""
+    """The values in flat settings that determine the order of the windows."""
     seed = "train.seed" if settings.get("train.data_seed") is None else "train.data_seed"
     return tuple(map(settings.get, ("data.seq_len", "data.shift_windows", seed)))
 
 
 def _lr_factor(settings: Mapping[str, Any], step: int) -> float | None:
-    """`lr_factor` of `step` by a run's settings; past its end, that of its last step. None where an earlier version's
-    settings say none."""
+    """`lr_factor` of `step` under a run's settings; past the run's end, that of its last step. None if the settings of
+    an earlier version define none."""
     known, steps = {field.name for field in fields(OptimConfig)}, settings["train"]["steps"]
     try:
         config = OptimConfig(**{key: value for key, value in settings["optim"].items() if key in known})
@@ -272,7 +272,7 @@ def _lr_factor(settings: Mapping[str, Any], step: int) -> float | None:
 
 
 def _refuse_other_losses(losses: list[Any]) -> None:
-    """ValueError where these cannot be `NumberCheck`'s window of losses."""
+    """Raise ValueError if these cannot be `NumberCheck`'s window of losses."""
     if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
         raise ValueError(f"number_check.losses is not a list of at most {SPIKE_WINDOW} numbers")
 
@@ -289,7 +289,7 @@ def best_loss_before(state: Mapping[str, Any], checkpoint: Checkpoint, descripti
 def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Print where the run resumes and what has changed since: 'optim.lr 0.0006 -> 0.0003', one line a key.
 
-    description: what checkpoints of this run will say of it, with its provenance.
+    description: what this run's checkpoints will record about it, with its provenance.
     """
     say(f"resumed    from {checkpoint.path} after {checkpoint.step} steps")
     commits = [of["provenance"]["commit"] or "unknown" for of in (checkpoint.meta, description)]

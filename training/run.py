@@ -74,13 +74,13 @@ class TrainConfig:
 
     @property
     def window_seed(self) -> int:
-        """Of the order of the windows."""
+        """The seed of the order of the windows."""
         return self.seed if self.data_seed is None else self.data_seed
 
     def is_due(self, every: int, step: int) -> bool:
-        """Whether what happens `every` so many steps (0: only at the end) happens after `step`, the last one included.
+        """Whether an action that runs every `every` steps (0: only at the end) is due after `step`.
 
-        Steps are counted from 1.
+        Every action is due after the last step. Steps are counted from 1.
         """
         return step == self.steps or bool(every and step % every == 0)
 
@@ -88,45 +88,45 @@ class TrainConfig:
         return step == 1 or self.is_due(self.log_every, step)
 
     def is_observed(self, step: int) -> bool:
-        """Whether `step`'s numbers or the weights after it are used for anything beside training."""
+        """Whether `step`'s numbers or the weights after it are used for anything besides training."""
         cadences = (self.eval_every, self.save_every, self.sample_every)
         return self.is_logged(step) or any(self.is_due(every, step) for every in cadences)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run with every choice made. A program that trains on random tokens has none of what belongs to a dataset."""
+    """A run with every choice made. A program that trains on random tokens leaves the fields of a dataset empty."""
 
     hardware: Hardware
-    model: GPTConfig  # its attention and loss are names of what will run
+    model: GPTConfig  # its attention and loss name the implementations that will run
     attention_reason: str  # why this attention, in a sentence
     loss_reason: str
     optimizer_line: str  # what the optimizer is, and why
     vocab_size: int
     seq_len: int  # tokens
     micro_batch: int  # sequences of one forward and backward
-    sequences: int  # of a step, those that this process computes
-    plan: Plan  # of memory
-    graphs: bool  # whether the step is CUDA graphs
+    sequences: int  # sequences of a step that this process computes
+    plan: Plan  # the memory plan
+    graphs: bool  # whether the step runs as CUDA graphs
     graphs_reason: str
     settings: dict[str, Any] = field(repr=False)  # all of the configuration as plain values, with the choices filled in
-    left_open: dict[str, Any]  # dotted key -> the configured value (auto, null) for which `settings` has the choice
+    left_open: dict[str, Any]  # dotted key -> the configured value (auto, null) that `settings` replaces by the choice
     dataset: Dataset | None = None
-    tokenizer: dict[str, str] | None = None  # what rebuilds it
+    tokenizer: dict[str, str] | None = None  # the state that rebuilds it
     prompt: list[int] = field(default_factory=list)  # tokens that a printed sample continues
-    resumed: Checkpoint | None = None  # where the run resumes
+    resumed: Checkpoint | None = None  # the checkpoint that the run resumes from
     context: tuple[str, str] | None = None  # how processes share rows, and why; None where they do not
-    initial: Checkpoint | None = None  # whose weights a new run begins with
+    initial: Checkpoint | None = None  # the checkpoint whose weights a new run starts with
     wandb: tuple[str, str] = ("disabled", "nothing is logged")  # mode, and why
 
     @property
     def first_step(self) -> int:
-        """Steps that were taken before."""
+        """Steps done before this start: the resumed checkpoint's, or 0."""
         return self.resumed.step if self.resumed else 0
 
     @property
     def seconds_before(self) -> float:
-        """That those steps took."""
+        """Seconds that the run took up to that step, in earlier processes."""
         return self.resumed.meta["seconds"] if self.resumed else 0.0
 
     def build_model(self) -> nn.Module:
@@ -174,7 +174,7 @@ class Run:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What a checkpoint says of the run."""
+        """What a checkpoint records about the run."""
         return {
             "settings": self.settings,
             "left_open": self.left_open,
@@ -202,22 +202,22 @@ def resolve(
     """Make every choice that `settings` leaves open; `settings` itself is not changed.
 
     Args:
-        settings: of conf/schema.py, or of a program that adds groups of its own to them.
+        settings: those of conf/schema.py, or of a program that adds groups of its own to them.
         run_dir: the run's folder, where resume=auto looks.
-        vocab_size: for a program that trains on random tokens: no text is opened and no checkpoint looked for.
-        hardware: for a program that plans for a machine elsewhere; None: what settings.hardware is here.
-        report: called with lines on text that is being prepared and on checkpoints that are passed over.
-        world: the processes of the run; the first one prepares text and chooses, the others take its choices.
+        vocab_size: given by a program that trains on random tokens; no text is then opened, no checkpoint searched for.
+        hardware: given by a program that plans for another machine; None: settings.hardware, resolved on this one.
+        report: called with lines about text that is being prepared and checkpoints that are passed over.
+        world: the processes of the run; the first one prepares the text and chooses, the others receive its choices.
 
     Raises:
-        ValueError: what cannot run: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the value,
-            the limit and a remedy in one line.
+        ValueError: something cannot run (hardware, attention, text, prompt, checkpoint, profile, wandb, memory); one
+            line gives the value, the limit and a remedy.
     """
     world.begin_run()
     if hardware is None:
         hardware = set_up(settings.hardware, world, trains=True)
     if not world.is_first:
-        found = world.broadcast(None)  # the first process's choices, at the end of its `resolve`
+        found = world.broadcast(None)  # waits for the choices that the first process sends below
         train = replace(settings.train, micro_batch=found["micro_batch"])
         settings = replace(settings, resume=found["resume"], train=train)
     asked = asdict(settings)
@@ -279,7 +279,7 @@ def resolve(
 def _open_text(
     settings: Any, model: GPTConfig, run_dir: Path | None, report: Callable[[str], None], world: World
 ) -> dict[str, Any]:
-    """The fields of a `Run` about its text and checkpoints. `model` is resolved: of any kind it has its sizes."""
+    """The fields of a `Run` about its text and checkpoints. `model` is resolved: a model of any kind has its sizes."""
     dataset = open_dataset(settings.data, settings.tokenizer, report=report)
     sized = asdict(settings) | {"model": asdict(model), "theirs": model.theirs}
     vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
@@ -293,7 +293,7 @@ def _open_text(
         resume.refuse_unless_it_fits(initial, sized, tokenizer, vocab_size)
     if settings.profile:
         refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
-    wandb = wandb_mode(settings.logger) if world.is_first else None  # which alone needs a login
+    wandb = wandb_mode(settings.logger) if world.is_first else None  # only the first process needs a login
     checkpoints = {"resumed": resumed, "initial": initial}
     return {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb} | checkpoints
 
@@ -302,8 +302,8 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
     """Whether the step runs as CUDA graphs, and why; ValueError where they were asked for and cannot be used."""
     model, context = plan.model, hardware.world.context
     random_states = model.activation_checkpointing != "none" and (model.draws or not hardware.compile)
-    enough = plan.free is None or plan.peak <= plan.free / 2  # the graphs keep theirs while evaluations and samples run
-    obstacles = [  # (is it there, what it is, the key that rules graphs out; "" where they may be tried all the same)
+    enough = plan.free is None or plan.peak <= plan.free / 2  # graphs hold memory during evaluations and samples
+    obstacles = [  # (does it apply, what it is, the key that rules graphs out; "" if they may be tried all the same)
         (context > 1, "processes that share rows exchange in the middle of the step", f"parallel.context={context}"),
         (hardware.world.shards, "weights are gathered in the middle of the step", "parallel.data=shard"),
         (document_mask, "documents differ in number from step to step", "data.document_mask=true"),
@@ -322,9 +322,10 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
 
 
 def _refuse_files_that_differ(world: World, sums: dict[str, str]) -> None:
-    """ValueError where a process found another text or checkpoint under the same name, as on another disk.
+    """Raise ValueError if a process found another text or checkpoint under the same name, as on another disk.
 
-    Of a text nobody else would tell, as all add the same gradients; nor of weights that each holds some rows of.
+    No other check finds a different text, as all processes sum the same gradients, or different weights where each
+    process holds only some of their rows.
     """
     first, *others = world.all_gather(sums)
     for rank, found in enumerate(others, 1):

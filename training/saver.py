@@ -15,7 +15,7 @@ from training.shard import full_tensor
 from training.stop import resume_command
 from training.watchdog import SAVER
 
-EXIT_UNSAVED = 2  # of a run whose end is not on disk, as of any file that cannot be written
+EXIT_UNSAVED = 2  # exit code if a run's end is not on disk, as for any file that cannot be written
 
 
 class Saver:
@@ -38,15 +38,15 @@ class Saver:
         self._world = world
         self._saved: Path | None = None
         self.error: OSError | ValueError | None = None  # why the last attempt failed; ValueError: of the weights
-        self.ends_for_bad_numbers = False  # the run has said so: its weights may be damaged, which is no other failure
+        self.ends_for_bad_numbers = False  # the run has reported that: damaged weights are not a second failure
         self._bug: BaseException | None = None  # any other exception of the thread
         self._writing: threading.Thread | None = None
-        self._host: dict[tuple, torch.Tensor] = {}  # where in the state -> its copy
+        self._host: dict[tuple, torch.Tensor] = {}  # path in weights and state -> the tensor's copy
         checkpoints.prepare(folder)
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
         """Save the model and `state` as they are now. state and meta: see `checkpoint.write`."""
-        self._world.take_time()  # the others wait while what was saved before is still being written
+        self._world.take_time()  # the others wait while the save before is still being written
         self.wait()
         with self._world.communicating():
             weights, state = tree_map_with_path(self._copy, (checkpoints.weights_of(model), state))
@@ -57,14 +57,14 @@ class Saver:
         self._writing.start()
 
     def go_back(self, checkpoint: checkpoints.Checkpoint) -> None:
-        """The run has gone on from `checkpoint`: those of the folder that were saved after it are left behind."""
+        """Record that the run has gone on from `checkpoint` and leaves behind those of its folder saved later."""
         try:
             checkpoints.go_back(self.folder, checkpoint)
         except OSError as error:
             self._say(f"not written: {self.folder / checkpoints.WENT_BACK}: {error}; the run goes on")
 
     def wait(self) -> Path | None:
-        """Wait until nothing is being written; the newest checkpoint that this object wrote."""
+        """Wait until nothing is being written; return the newest checkpoint that this object wrote."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -77,7 +77,7 @@ class Saver:
         self.wait()
         if self.error is None:
             return
-        gone = not self.folder.exists()  # as with its disk: it may come back with what was in it
+        gone = not self.folder.exists()  # with its disk, say: it may come back with its contents
         kind, remedy = OSError, "put the folder back" if gone else "free what is short"
         if isinstance(self.error, ValueError):
             kind, remedy = ValueError, "mend its cause"
@@ -92,7 +92,7 @@ class Saver:
         self.wait()
 
     def _copy(self, place: tuple, value: Any) -> Any:
-        """A tensor copied to host memory, whole; any other value as it is."""
+        """The whole tensor, copied to host memory; any other value as it is."""
         if not isinstance(value, torch.Tensor):
             return value
         value = full_tensor(value)
@@ -100,7 +100,7 @@ class Saver:
         if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
             # pinned, so that the copy from a GPU is asynchronous
             copy = self._host[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        return copy.copy_(value.detach(), non_blocking=value.is_cuda)  # `copied` waits for CUDA alone
+        return copy.copy_(value.detach(), non_blocking=value.is_cuda)  # the event `copied` covers CUDA alone
 
     def _write(
         self, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], best: bool, copied: Any
@@ -119,7 +119,7 @@ class Saver:
             self._prune()
         except OSError as error:
             self.error, self._world.messages.unsaved = error, meta["step"]
-            gone = isinstance(error, FileNotFoundError)  # a disk, or a folder that was renamed
+            gone = isinstance(error, FileNotFoundError)  # a disk that is gone, or a folder that was renamed
             remedy = "put the folder back" if gone else "free space or make the folder writable"
             self._say(
                 f"not saved: step {meta['step']} to {self.folder}: {error}; earlier checkpoints are untouched and the "
@@ -142,7 +142,7 @@ def is_finite(x: torch.Tensor) -> bool:
 
 
 class ShardSender(NullObject):
-    """In place of a `Saver` in the other processes of `world`: sends the first one their rows of sharded weights."""
+    """Replaces `Saver` in the other processes of `world`: sends their rows of sharded weights to the first one."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -154,7 +154,7 @@ class ShardSender(NullObject):
 
 
 def saver_of(folder: Path, config: Any, say: Callable[[str], None], world: World) -> Saver | ShardSender:
-    """What saves a run of `config` (TrainConfig): its first process has a `Saver`, the others send it their rows."""
+    """What saves a run with `config` (TrainConfig): a `Saver` in the first process, a `ShardSender` in the others."""
     if world.is_first:
         return Saver(folder, config.keep_last, config.keep_every, say, world)
     return ShardSender(world)

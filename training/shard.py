@@ -1,13 +1,13 @@
-"""Each process holds a W-th of the rows of every weight, gradient and moment: FSDP2, applied to the model from outside.
+"""Each of W processes holds 1/W of the rows of all weights, gradients and moments: FSDP2, applied from outside.
 
 `parallel.data=shard`. A block's weights are gathered for its forward and again for its backward, and its gradients are
-summed and scattered after each micro-batch; the table and the head stay gathered for a whole micro-batch. Blocks are
-gathered in the dtype of their products: autocast would round them in the same way. They are compiled one by one, as no
-graph can hold what is gathered between them.
+summed and scattered after each micro-batch; the embedding table and the head stay gathered for a whole micro-batch.
+Blocks are gathered in the dtype of their products: autocast would round them in the same way. They are compiled one by
+one, as no graph can contain the gathers between them.
 
-Ranks are added in the order of a binary tree (training/ordered_sum.py): where each process has one micro-batch,
-gradients have the bits of `replicate`. What is written to disk is whole, so any number of processes, of either kind,
-goes on.
+Gradients are summed over ranks in the order of a binary tree (training/ordered_sum.py): where each process has one
+micro-batch, they have the bits of `replicate`. Checkpoints on disk are whole, so any number of processes, of either
+kind, can resume from them.
 """
 
 from collections.abc import Iterator
@@ -24,19 +24,19 @@ from training.ordered_sum import reduce_scatter
 
 
 def parallelize(model: GPT, hardware: Hardware) -> nn.Module:
-    """What computes with `model`: itself, or what was compiled from it.
+    """What to call in place of `model`: itself, or its compiled form.
 
     With parallel.data=shard `model` then holds this process's rows alone, and every process has to call it.
     """
     world = hardware.world
     if hardware.compile:
-        from training.compiler import compiled  # takes a second, so only where it is used
+        from training.compiler import compiled  # the import takes a second, so only where it is used
 
-        # in a sweep the graphs of runs before would count against PyTorch's limit of eight, and the fifth run be eager
+        # in a sweep earlier runs' graphs would count towards PyTorch's limit of eight, and the fifth run would be eager
         torch.compiler.reset()
     if not world.shards:
         return compiled(model) if hardware.compile else model
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # half a second
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # the import takes half a second
 
     mesh = world.flat_mesh(hardware.device)
     rounded = MixedPrecisionPolicy(hardware.dtype, torch.float32, cast_forward_inputs=False)
@@ -73,7 +73,7 @@ def is_sharded(x: Any) -> bool:
 
 
 def shard_of(value: Tensor, like: Tensor) -> Tensor:
-    """This process's rows of a whole `value`, as `like` is sharded."""
+    """This process's rows of a whole `value`, sharded as `like` is."""
     if not is_sharded(like):
         return value
     rows = -(-len(value) // like.device_mesh.size())
@@ -99,7 +99,7 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 def full_on_host(values: Any) -> Any:
-    """Nested values with whole tensors, in the first process; in the others some are None."""
+    """Nested values with sharded tensors whole, in the first process's host memory; in the others these are None."""
 
     def gathered(x: Any) -> Any:
         if not is_sharded(x):

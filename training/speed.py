@@ -4,8 +4,8 @@ A matrix product with a weight of P entries costs 2P FLOPs a token forward and 4
 cost 4 * num_heads * head_dim FLOPs for each (query, key) pair forward and 2.5x that backward in FlashAttention's own
 count (the scores are computed again); MFU counts the 2x that the mathematics needs, as PaLM does, for every backend
 alike. Two conventions for the pairs of a causal mask are in use and differ by 2x in the attention term:
-`causal` counts the pairs that are visible, (N + 1) / 2 a token; `full` counts all N (PaLM, appendix B; nanoGPT). What
-model.mask hides, or shows beyond a window, and documents hide, is in neither.
+`causal` counts the pairs that are visible, (N + 1) / 2 a token; `full` counts all N (PaLM, appendix B; nanoGPT).
+Neither accounts for what model.mask hides, or shows beyond a window, or for what documents hide.
 """
 
 import time
@@ -19,13 +19,13 @@ from training.hardware import DTYPES, Hardware
 from training.optimizer import OptimConfig, flops_of_muon
 
 SLOW_STEP_SECONDS = 10.0
-FEW_FLOPS = 1e11  # a step of so many is not slow on any CPU
+FEW_FLOPS = 1e11  # a step of this many is not slow on any CPU
 
 
 class Speed:
-    """Measures a run's steps of `batch_tokens`, of all processes, without evaluation, samples, saving, compilation.
+    """Measures a run's steps of `batch_tokens` over all processes, without evaluation, samples, saving, compilation.
 
-    began: when the run did, by time.perf_counter: before this process by as long as those before it took.
+    began: the run's start on time.perf_counter, set back by the time that its earlier processes took.
     """
 
     def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, step: int, began: float) -> None:
@@ -40,13 +40,13 @@ class Speed:
         self._since, self._from_step = time.perf_counter(), step
 
     def progress(self, step: int) -> dict[str, float]:
-        """How far the run is after `step` steps: tokens, and seconds, whatever it did, in the processes before this one
-        too."""
+        """How far the run is after `step` steps: tokens, and the seconds of all that it did, including those of
+        earlier processes."""
         return {"tokens": step * self._batch_tokens, "seconds": time.perf_counter() - self._began}
 
     def lap(self, step: int) -> dict[str, float | None]:
-        """What `RunLog.metrics` records of the steps since `restart` or the last lap, where there are any, and the peak
-        of memory."""
+        """The speed of the steps since `restart` or the last lap, if there are any, and the peak of memory, for
+        `RunLog.metrics`."""
         steps, since = step - self._from_step, self._since
         self.restart(step)
         held = {"peak_memory_gib": self._hardware.peak_memory_gib()}
@@ -75,7 +75,7 @@ def model_flops(model: GPT) -> dict[str, float]:
     """Forward and backward FLOPs a token of `model` at its full context, under both conventions.
 
     Entries of all weights that multiply activations count (the output projection included, tied or not; the embedding
-    look-up not). Document masks are not taken off: with them the true figure is lower, and so is the MFU.
+    look-up not). Document masks are not subtracted: with them the true figure is lower, and so is the MFU.
     """
     config, seq_len = model.config, model.seq_len
     dense = 6 * model.num_matmul_parameters()
@@ -99,7 +99,7 @@ def measured_rate(dtype: torch.dtype) -> float:
 def measured_forward(model: GPT, hardware: Hardware) -> float:
     """Seconds of a forward over one sequence, as in training; the random stream is restored.
 
-    Measured, as naive attention and its dropout take longer than their FLOPs.
+    It is measured, as naive attention and its dropout take longer than their FLOPs suggest.
     """
     tokens = torch.zeros(1, model.seq_len, dtype=torch.int64)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), hardware.autocast():
@@ -115,9 +115,9 @@ def seconds_of(work: Callable[[], object]) -> float:
 def slow_on_a_cpu(model: GPT, optim: OptimConfig, hardware: Hardware, *, batch_tokens: int, steps: int) -> str | None:
     """How long steps take on a CPU, and what would be faster, in a line; None where they are not slow.
 
-    An estimate: the measured time of a sequence's forward, of which a backward takes two, and Newton-Schulz's FLOPs at
-    the measured rate of large matrix products. Of batch_tokens each process of `hardware.world` has its share. `optim`
-    has its muon_dtype resolved.
+    An estimate: the measured time of a sequence's forward, twice that for its backward, and Newton-Schulz's FLOPs at
+    the measured rate of large matrix products. Each process of `hardware.world` computes its share of batch_tokens.
+    `optim` has its muon_dtype resolved.
     """
     share = batch_tokens // hardware.world.size
     flops, of_muon = model_flops(model)["causal"] * share, flops_of_muon(model, optim)

@@ -45,11 +45,11 @@ def training_step(
 
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
-    CPU. `region` names the parts of the step for a profiler. Each process of `hardware.world` has as many rows of the
-    step, and where several share rows, `forward` takes its part of them (training/context.py). `graphs` are of the same
-    network, optimizer and sizes, for steps without documents, whose number changes. With `dropout` each
-    micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and the gradient norm of the whole
-    step, both still on the device.
+    CPU. `region` names the parts of the step for a profiler. Each process of `hardware.world` computes equally many
+    rows of the step; where several share rows, `forward` computes its part of them (training/context.py). `graphs` must
+    be of the same network, optimizer and sizes; a step with documents, whose number changes, has none. With `dropout`
+    each micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and the gradient norm of the
+    whole step, both still on the device.
     """
     world = hardware.world
     micro_batches = -(-len(inputs) // micro_batch)
@@ -61,7 +61,7 @@ def training_step(
         for number in range(micro_batches):
             part = slice(number * micro_batch, (number + 1) * micro_batch)
             documents = packed_rows(starts, part.start, *inputs[part].shape, hardware.device)
-            # processes that share rows draw other masks, each for its own tokens
+            # processes that share rows draw different masks, each for its own tokens
             use_stream((world.data_rank * micro_batches + number) * world.context + world.rank % world.context)
             gradients.add(compute(inputs[part], targets[part], **documents, region=region))
     with region("optimizer"):
@@ -93,13 +93,13 @@ def packed_rows(
 ) -> dict[str, Tensor]:
     """The argument `cu_seqlens` of the model for rows first_row .. first_row + num_rows - 1; {} where starts is None.
 
-    starts: `data.document_starts` of a whole (rows, seq_len) batch. Every row begins a document, so rows can be taken
-    out.
+    starts: `data.document_starts` of a whole (rows, seq_len) batch. Every row begins a document, so any rows
+    can be cut out.
     """
     if starts is None:
         return {}
     first, end = first_row * seq_len, (first_row + num_rows) * seq_len
     inside = starts[(starts >= first) & (starts < end)] - first
     cu_seqlens = place_documents(torch.cat([inside, inside.new_tensor([end - first])]), seq_len, device)
-    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # their number changes; a compiled model serves them all
+    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # their number changes; one compiled model runs them all
     return {"cu_seqlens": cu_seqlens}

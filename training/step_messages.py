@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other at each step: a few numbers that are summed along with the gradients."""
+"""What the processes of a run exchange at each step: a few numbers that are summed along with the gradients."""
 
 import statistics
 import sys
@@ -18,9 +18,9 @@ SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others f
 
 
 class StepMessages:
-    """Packed on the device before a step's sum, and read on the host up to a step later.
+    """Numbers that are packed on the device before a step's sum, and read on the host up to a step later.
 
-    tail: of the last step: the sums of loss, votes and `unsaved`, then ms and checks of each rank; on the device.
+    tail: the last step's sums of loss, votes and `unsaved`, then each rank's ms and check; on the device.
     unsaved: the last step whose checkpoint this process could not write.
     """
 
@@ -103,7 +103,7 @@ class StepClock:
     def __init__(self) -> None:
         self.last_ms = 0.0
         self._began: Any = 0.0
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # that were not over when looked at
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # not over when last queried
         self._cuda = False
 
     def begin(self, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from training.step import compute_gradients, training_step
 
 
 class Stepper:
-    """Computes steps as `chosen` says: as CUDA graphs, context-parallel. `forward` is `model` or its compiled form."""
+    """Computes steps as `chosen` says (CUDA graphs, context parallelism). `forward` is `model` or its compiled form."""
 
     def __init__(self, chosen: Run, model: nn.Module, forward: nn.Module, optimizer: Optimizer) -> None:
         self._chosen, self._model, self._forward, self._optimizer = chosen, model, forward, optimizer
@@ -45,7 +45,7 @@ class Stepper:
         hardware: Hardware,
         graphs: StepGraphs | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A step with another network, optimizer or hardware than the run's: to run a bad step again (bad_steps.py)."""
+        """A step with this network, optimizer and hardware; bad_steps.py passes others to run a bad step again."""
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
         micro_batch, dropout = self._chosen.micro_batch, self._chosen.model.draws
         return training_step(
@@ -68,7 +68,7 @@ class Stepper:
 
 
 def step_record(loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, check: NumberCheck) -> dict[str, float | None]:
-    """What `RunLog.metrics` records of a step by itself; reading it waits for the device."""
+    """The numbers of one step that `RunLog.metrics` records; reading them waits for the device."""
     return {
         "loss": loss.item(),
         "lr": optimizer.lr,

@@ -1,13 +1,13 @@
 """Stopping a run: a signal or a time limit ends it after the current step, with everything saved.
 
-Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what scripts/train.sbatch asks SLURM for),
+Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (scripts/train.sbatch makes SLURM send it),
 129 after SIGHUP (a closed terminal), as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after
 `train.max_hours`; 65 after numbers that were not finite (training/bad_steps.py). In each case `resume_command`
-resumes the run. (2 is a user's mistake, conf/program.py, and memory that ran out, training/memory.py: something has
-to be changed first.) A second signal takes its default action: the process is gone at once. Not so a second SIGHUP or
-SIGUSR1: a terminal that is closed sends two, the shell's and the kernel's; SLURM sends SIGUSR1 to a program that wraps
-the run, too, and that may pass it on. Nor, among several processes, the same signal again: torchrun passes on what a
-terminal has sent to all of them already. Where SIGHUP (nohup) or SIGINT (a script's &) was ignored before, it still is.
+resumes the run. (2 is a user's mistake, conf/program.py, or memory that ran out, training/memory.py: something has to
+be changed first.) A second signal takes its default action and ends the process at once. A second SIGHUP or SIGUSR1
+is ignored: a closed terminal sends two SIGHUPs, the shell's and the kernel's, and SLURM also sends SIGUSR1 to a program
+that wraps the run and may pass it on. Among several processes, a repeat of the same signal is ignored: torchrun
+passes on what a terminal has already sent to all. A SIGHUP (nohup) or SIGINT (a script's &) ignored before still is.
 """
 
 import os
@@ -28,13 +28,13 @@ from training.watchdog import SHOW_CURSOR
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_TIME_LIMIT = 75
 STDERR = 2  # the file descriptor: a signal handler may interrupt a write through sys.stderr
-REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes, as processes vote by them
+REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes; processes vote by their index
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 
 def unless_ignored(numbers: Iterable[int]) -> list[int]:
-    """Of these signals those to handle: a SIGHUP that nohup ignores and a SIGINT that a script's `&` does stay so."""
+    """The signals to handle: a SIGHUP that nohup ignores and a SIGINT that a script's `&` ignores stay ignored."""
     ignored = {n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN}
     return [number for number in numbers if number not in ignored]
 
@@ -50,7 +50,7 @@ def resume_command(run_dir: Path, *overrides: str) -> str:
 
 
 def current_folder() -> Path:
-    """The current folder; one below which there is nothing, where it was removed meanwhile."""
+    """The current folder; if it was removed meanwhile, os.devnull, below which there is nothing."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def current_folder() -> Path:
 def folder_value(path: Path) -> str:
     """`path` quoted as Hydra's grammar needs it in key=value."""
     folder = str(path) if "/" in str(path) else f"./{path}"  # never a number, null or auto
-    if not re.fullmatch(r"[\w./-]+", folder, flags=re.ASCII):  # Hydra reads more into other characters
+    if not re.fullmatch(r"[\w./-]+", folder, flags=re.ASCII):  # other characters may have a meaning for Hydra
         folder = re.sub(r"(\\*)\$\{", r"\1\1\\${", folder)
         folder = '"' + re.sub(r'(\\*)("|$)', lambda end: end[1] * 2 + end[2].replace('"', r"\""), folder) + '"'
     return folder
@@ -115,7 +115,7 @@ class StopRequest:
 
     @property
     def signal(self) -> int:
-        """The exit code of a signal, 0 of none. In a run's last step it changes nothing, but no other may follow."""
+        """The exit code of a signal, or 0. In a run's last step it changes nothing, but no other run may follow."""
         return self.exit_code if self.exit_code > 128 else 0
 
     def request(self, reason: str, exit_code: int, purpose: str, *overrides: str) -> None:
@@ -144,10 +144,10 @@ class StopRequest:
         twice = (signal.SIGHUP, signal.SIGUSR1, *((number,) if self._world.size > 1 else ()))
         for other in self._previous:
             signal.signal(other, signal.SIG_IGN if other in twice else signal.SIG_DFL)
-        with suppress(OSError):  # a closed terminal takes nothing
+        with suppress(OSError):  # a closed terminal cannot be written to
             if self._world.is_first:
                 again = "" if number in twice else "; a second one ends it at once, unsaved"
                 os.write(STDERR, f"\n{self.reason}: the run ends after this step, saved{again}\n".encode())
-            # the progress bar hid it, and may not get to show it again
+            # the progress bar hid the cursor, and may not get to show it again
             if sys.stdout is not None and sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), SHOW_CURSOR.encode())

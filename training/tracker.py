@@ -38,15 +38,15 @@ class Tracker(TorchDispatchMode):
     """Bytes of all storages that operators returned and that are still alive.
 
     Attributes:
-        peaks: for each part of the step (forward, backward, optimizer) what is alive when that is most: (kind, module
-            that made it) -> bytes.
+        peaks: for each part of the step (forward, backward, optimizer) what is alive at its peak: (kind, module that
+            made it) -> bytes.
     """
 
     def __init__(self, on_cuda: bool, compiled: bool) -> None:
         super().__init__()
         self.on_cuda, self.compiled = on_cuda, compiled
         self.peaks: dict[str, Counter] = {}
-        self._part, self._modules = "", []  # of the step; those that run, the innermost last
+        self._part, self._modules = "", []  # the part of the step; the modules that run, innermost last
         self._held = Counter({("cuBLAS", ""): CUBLAS_BYTES} if on_cuda else {})
         self._alive: dict[int, ref] = {}  # by the storage's address
         self.gathered: set[int] = set()  # addresses of weights that are gathered in the dtype of their products
@@ -58,7 +58,7 @@ class Tracker(TorchDispatchMode):
         yield
 
     def follow(self, name: str, module: nn.Module) -> None:
-        """Count what `module` makes under its name."""
+        """Count the tensors that `module` makes under its name."""
 
         def leave(*_) -> None:
             self._modules.pop()
@@ -67,19 +67,19 @@ class Tracker(TorchDispatchMode):
         module.register_forward_hook(leave, always_call=True)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.prim.device.default:  # two of three calls, and they allocate nothing
+        if function is torch.ops.prim.device.default:  # two of three calls, which allocate nothing
             return args[0].fake_device
         with torch._C.DisableTorchFunction():  # EmulatedDevice has already acted, before autograd
             return self._counted(function, args, kwargs or {})
 
     def _counted(self, function, args, kwargs):
         if function is torch.ops.aten._fused_adamw_.tensor_lr:
-            return None  # it allocates nothing; PyTorch 2.11 has no fake of it and would fill real tensors
+            return None  # it allocates nothing; PyTorch 2.11 has no fake version of it and would fill real tensors
         out = function(*args, **kwargs)
         if self.compiled and self._part == "backward" and function is torch.ops.flashgpt.rotary_fwd.default:
             return out  # the compiler rotates q and k again after the MLP's backward, where the peak is
         if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.gathered:
-            self._add(out.untyped_storage(), 0)  # no copy: it is gathered so, and counted elsewhere
+            self._add(out.untyped_storage(), 0)  # not a copy: it is gathered in this dtype, and counted elsewhere
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self._add(x.untyped_storage(), x.untyped_storage().nbytes())
@@ -103,7 +103,7 @@ class Tracker(TorchDispatchMode):
         self._held[made] += size
 
     def _allocated_inside(self, function, args: tuple) -> int:
-        """Bytes that an operator allocates and frees again, for those where they are many."""
+        """Bytes that an operator allocates and frees again, for the operators that allocate many."""
         if function is torch.ops.aten._softmax_backward_data.default:
             return args[0].nbytes  # gradient times output
         if function is not torch.ops.flashgpt.linear_cross_entropy_fwd.default:
@@ -129,7 +129,7 @@ class EmulatedDevice(TorchFunctionMode):
             return torch.native_dropout(*args, kwargs["p"], True)[0]  # whose mask has a byte an element
         if function is Tensor.square and self.on_cuda and torch.is_autocast_enabled("cpu"):
             return function(args[0].float())  # as CUDA's autocast does
-        if function is F.rms_norm and self.compiled:  # compiled it keeps what it returns, and a number for each row
+        if function is F.rms_norm and self.compiled:  # compiled, it keeps its output and one number for each row
             return args[0] * args[0].detach().float().mean(-1, keepdim=True)
         if function is F.silu and self.compiled:
             return args[0]  # not kept: the compiler computes it again
@@ -155,8 +155,8 @@ def step_peaks(
     on_cuda = hardware.device.type == "cuda"
     model = GPT(replace(config, attention="naive"), vocab_size, seq_len, device="meta")
     tracker = Tracker(on_cuda, hardware.compile)
-    # PyTorch starts backward's threads once, one a GPU, and a process that has them cannot be forked. FakeTensorMode
-    # pretends that there is a GPU; this starts those of the real ones before
+    # PyTorch starts the threads for backward once, one for each GPU, and a process that has them cannot be forked.
+    # FakeTensorMode pretends that there is a GPU; this backward starts the threads of the real ones first
     torch.zeros((), requires_grad=True).backward()
     with FakeTensorMode(), EmulatedDevice(on_cuda, hardware.compile), tracker:
         for name, module in model.named_modules():
@@ -187,7 +187,7 @@ def step_peaks(
     in_blocks = sum(weight.numel() for weight in model.blocks.parameters()) * 4
     if hardware.world.shards:
         _shard_peaks(tracker.peaks, hardware, weights, in_blocks, in_blocks // config.num_layers)
-    elif hardware.world.size > 2:  # two add their gradients in place; of more a piece is copied, and one received
+    elif hardware.world.size > 2:  # two add gradients in place; with more, a piece is copied and one received
         tracker.peaks["optimizer"]["sum over processes", ""] = 2 * min(weights, 4 * PIECE)
     if hardware.world.size > 1 and optim.name == "muon":
         tracker.peaks["optimizer"]["matrices exchanged", ""] = _exchanged(optim, hardware, in_blocks)
@@ -209,11 +209,11 @@ def _shard_peaks(peaks: dict[str, Counter], hardware: Hardware, weights: int, in
         if part != "optimizer":
             held["gathered weights", ""] = rest + gathered
     backward, after = peaks["backward"], peaks["optimizer"]
-    made = backward["gradients", ""]  # the rest's first
+    made = backward["gradients", ""]  # the rest's gradients come first
     backward["gradients", ""] = min(made, rest) + max(0, made - rest) // size
     backward["gradients exchanged", ""] = gathered + 2 * block
     after["gradients", ""] //= size
-    # when backward ends, what a step keeps and the rest's gradients, twice more as they are sent and received
+    # at the end of backward: what a step keeps, and the rest's gradients three times: computed, sent and received
     end = Counter({key: after[key] for key in after if key[0] in ("parameters and batch", "optimizer state", "cuBLAS")})
     end |= {("gathered weights", ""): rest, ("gradients", ""): weights // size, ("gradients exchanged", ""): 3 * rest}
     end["sums of gradients", ""] = backward["sums of gradients", ""]

@@ -10,7 +10,7 @@ from model import GPT, GPTConfig, build_model, resolve_model
 from model.config import as_described
 from training.checkpoint import META, Checkpoint, use_its_commit
 
-# of a checkpoint's description
+# keys of a checkpoint's description
 NEEDED = {
     "settings": {"model": {}, "data": {"seq_len": int}},
     "tokenizer": {"name": str, "alphabet": str},
@@ -25,7 +25,7 @@ def load_trained(
 
     Args:
         dtype: what attention will run in.
-        attention: in place of the run's own; everything else is as it was trained.
+        attention: in place of the run's own; everything else but fp8, which is off, is as it was trained.
 
     Raises:
         ValueError: the description is damaged or of another version, or that attention cannot run here.
@@ -61,7 +61,7 @@ def load_trained(
 
 
 def refuse_other_keys(checkpoint: Checkpoint, group: str, config: type) -> None:
-    """ValueError where the run's settings of a group are not those of a `config` of this version."""
+    """Raise ValueError if the run's settings of a group are not those of a `config` of this version."""
     found, kinds = checkpoint.meta["settings"][group], get_type_hints(config)
     if unknown := found.keys() - kinds.keys():
         raise ValueError(

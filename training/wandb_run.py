@@ -1,4 +1,4 @@
-"""Weights & Biases where it is wanted: online where a login is found and the server answers, else offline."""
+"""Weights & Biases if it is enabled: online where a login is found and the server answers, else offline."""
 
 import configparser
 import http.client
@@ -26,7 +26,7 @@ NAMES = {
     **{f"val_{key}": f"val/{key}" for key in ("loss", "perplexity", "bits_per_byte")},
     **{key: f"speed/{key}" for key in ("tokens_per_second", "mfu", "mfu_full", "peak_memory_gib")},
 }
-_PATIENCE_SECONDS = 5.0  # for the one question that decides whether wandb's server is within reach
+_PATIENCE_SECONDS = 5.0  # limit of the one request that decides whether wandb's server is within reach
 
 
 @dataclass
@@ -48,7 +48,7 @@ class LoggerConfig:
 def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
     """(online | offline | disabled, why). Online only if the server has just answered.
 
-    Raises ValueError, one line, where online was asked for by name and cannot be had.
+    Raises ValueError, one line, if online was requested by name and is not available.
     """
     mode, asked_by = config.wandb, "logger.wandb"
     if mode != "disabled" and importlib.util.find_spec("wandb") is None:
@@ -93,12 +93,12 @@ def _has_wandb_login() -> bool:
 
     try:
         return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(_server()))
-    except ValueError:  # the server's address is none
+    except ValueError:  # the server's address is not valid
         return False
 
 
 def _silence_of_server() -> str | None:
-    """Why wandb's server cannot be used, or None. wandb itself would ask for half a minute."""
+    """Why wandb's server cannot be used, or None. wandb itself would try for half a minute."""
     url = _server()
     try:
         urllib.request.urlopen(url, timeout=_PATIENCE_SECONDS).close()
@@ -122,17 +122,17 @@ def start_wandb(
     """Start a wandb run, without prompts or long waits; returns (the run or None, a sentence, steps not to send).
 
     It records settings and commit of `description`. Its own use of git is off: a remote's address may name its user.
-    Offline a resumed run begins its folder with step 1, in place of the folders before, or, where `wandb sync` or an
-    online run has sent those, after the last step of them: the server keeps what it has and appends.
+    Offline, a resumed run's folder begins with step 1 and replaces the earlier folders. If `wandb sync` or an online
+    run has sent those, it begins after their last step instead: the server keeps what it has and appends.
 
     recorded: the last step that the run has recorded, whatever it resumes from.
 
-    ValueError where wandb was asked for by name and does not start.
+    ValueError if wandb was requested by name and does not start.
     """
     if mode == "disabled":
         return None, f"wandb off ({why})", 0
     run_id, sent, unsent = _earlier_lives(run_dir, recorded)
-    # its process would print its own log on the console
+    # else wandb's process would print its own log on the console
     if not os.environ.get("WANDB_CACHE_DIR") and not _can_write_below_home():
         os.environ["WANDB_CACHE_DIR"] = str(run_dir.resolve())
     try:
@@ -162,7 +162,7 @@ def start_wandb(
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        for earlier in unsent:  # the new run has what they have: they are not to be synced
+        for earlier in unsent:  # the new run repeats what they have, so they must not be synced
             earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
     except Exception as error:  # it may fail in any way it likes
         reason = f"wandb failed to start ({brief(error)})"
@@ -179,10 +179,10 @@ def start_wandb(
 
 
 def _earlier_lives(run_dir: Path, recorded: int) -> tuple[str, int, list[Path]]:
-    """The run's id in wandb, the last step that the server may have, and the offline folders that it has not.
+    """The run's id in wandb, the last step that the server may have, and the offline folders that were not sent to it.
 
-    A folder has one id, so that a resumed run is the same wandb run; half an id, after a power cut, is none, and a
-    copy of a folder that is still there has one of its own.
+    A folder has one id, so that a resumed run is the same wandb run. Half an id, after a power cut, counts as none. A
+    copy of a folder gets an id of its own if the original is still there.
     """
     id_file = run_dir / "wandb_id"
     text = id_file.read_text(errors="surrogateescape") if id_file.exists() else ""
@@ -201,7 +201,7 @@ def _earlier_lives(run_dir: Path, recorded: int) -> tuple[str, int, list[Path]]:
 
 
 def _is_a_copy(id_file: Path, first: Path, run_id: str) -> bool:
-    """Whether the file where the id was written first is still there, another one and with this id."""
+    """Whether the file in which the id was first written still exists, is another file, and has this id."""
     try:
         return not first.samefile(id_file) and first.read_text(errors="replace").split()[:1] == [run_id]
     except (OSError, ValueError):  # a path that a power cut damaged
@@ -209,20 +209,20 @@ def _is_a_copy(id_file: Path, first: Path, run_id: str) -> bool:
 
 
 def _can_write_below_home() -> bool:
-    """Whether wandb has a place for its logs, where it looks for one unless WANDB_CACHE_DIR names another."""
+    """Whether wandb can write its logs to the folder that it uses unless WANDB_CACHE_DIR names another."""
     home = os.environ.get("HOME")
     logs = Path(os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache") or "", "wandb", "logs")
     if not logs.is_absolute():
         return False
     try:
-        logs.mkdir(parents=True, exist_ok=True)  # as wandb does; what may be asked of another user's folder varies
+        logs.mkdir(parents=True, exist_ok=True)  # as wandb does; what another user's folder permits varies
     except OSError:
         return False
     return os.access(logs, os.W_OK | os.X_OK)
 
 
 def send(run: Any, record: Mapping[str, Any]) -> None:
-    """Hand a step to wandb, on its own step axis; one that it already has from before a crash it drops."""
+    """Log a step to wandb, on its own step axis; wandb drops a step that it already has from before a crash."""
     numbers = {key: math.nan if value is None else value for key, value in named(record).items()}
     run.log(numbers, step=record["step"])
 
@@ -233,5 +233,5 @@ def named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(error: Exception) -> str:
-    said = shorten(str(error), 200, placeholder="...")  # nothing where wandb's service has died
+    said = shorten(str(error), 200, placeholder="...")  # empty if wandb's service has died
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -27,7 +27,7 @@ SAVER = "saver"  # the name of the thread that writes a checkpoint
 
 
 def wait_for_saves(seconds: float | None = None) -> None:
-    """Until no checkpoint is being written in this process, or for so long."""
+    """Wait until no checkpoint is being written in this process, or for at most `seconds`."""
     for thread in threading.enumerate():
         if thread.name == SAVER:
             thread.join(seconds)
@@ -41,12 +41,12 @@ class Failure:
     host: str
     step: int  # done by then
     message: str
-    code: int = EXIT_LOST  # of the processes that end because of it
+    code: int = EXIT_LOST  # exit code of the processes that end because of it
 
 
 @dataclass(frozen=True)
 class Limits:
-    """In seconds in which this process and the store were running: none count in which either was stopped.
+    """In seconds during which this process and the store both run: time in which either is stopped does not count.
 
     Where a process dies, the collective operations of the others fail at once with gloo, and never with NCCL.
     """
@@ -97,7 +97,7 @@ class Watchdog:
         world = self._world
         with suppress(RuntimeError):  # the store is gone, and the others with it
             self._store.compare_set("failed", "", json.dumps(asdict(failure)))
-            if world.is_first:  # the store may be its own, so it ends when the others have read that
+            if world.is_first:  # the store may run in this process, which then ends only when the others have read that
                 others = [f"heard/{rank}" for rank in range(1, world.size) if rank not in silent]
                 self._store.wait(others, timedelta(seconds=5 + self._limits.grace))
             else:
@@ -129,7 +129,7 @@ class Watchdog:
         self._store.set(f"beat/{world.rank}", text)
 
     def _look(self) -> tuple[Failure, list[int]] | None:
-        """Who failed, if anyone, and which ranks no longer send beats."""
+        """The failure, if there is one, and the ranks that no longer send beats."""
         world, limits, now = self._world, self._limits, self._looks
         self._looks += 1
         self._beat()
@@ -145,7 +145,7 @@ class Watchdog:
         silent = [rank for rank, (_, since) in enumerate(self._heard) if (now - since) * limits.beat > patience]
         if silent:
             rank = silent[0]
-            step = max(json.loads(self._heard[rank][0])[1], world.step - 1)  # the sum of ours has had its part, too
+            step = max(json.loads(self._heard[rank][0])[1], world.step - 1)  # our last sum included its part, too
             message = f"it has not been heard of for {patience:g} s: killed, stopped or cut off"
             return Failure(rank, world.hosts[rank], step, message), silent
         return self._hanging([json.loads(beat) for beat in beats], now)
@@ -163,8 +163,8 @@ class Watchdog:
 
     def _end(self, failure: Failure, silent: list[int]) -> NoReturn:
         """Print the failure, in one of the processes that are left, and end this one."""
-        wait_for_saves(self._limits.silent / 4)  # one that is nearly on disk
-        said = failure.rank == 0 and failure.code != EXIT_LOST  # by the first process, before it told the others
+        wait_for_saves(self._limits.silent / 4)  # a save that is nearly on disk
+        said = failure.rank == 0 and failure.code != EXIT_LOST  # the first process printed it before it told the others
         if not said and self._world.rank == min(rank for rank in range(self._world.size) if rank not in silent):
             cursor = SHOW_CURSOR if sys.stdout is not None and sys.stdout.isatty() else ""
             place = f"rank {failure.rank} of {self._world.size} on {failure.host}, after step {failure.step}"
