@@ -170,7 +170,7 @@ def run(
             log.advance(step)
 
             # --- the rest of the loop only observes the run: it draws from none of the random streams of training
-            if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimizer has its state
+            if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the second step captures the graphs
                 log.say(f"memory     {chosen.plan.beside(held)}")
             if (profiler and profiler.step()) or step == first_step + 1:  # after its report; after compilation
                 speed.restart(step)

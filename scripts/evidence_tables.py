@@ -54,7 +54,7 @@ def printed(program: str) -> Callable[[Reports], Table]:
         columns = import_module(f"scripts.bench.{program}")
         run = {"run": "{experiment}"} if len(found) > 1 else {}
         report = next(iter(found.values()))
-        title, caption = (getattr(columns, name, "").format_map(report) for name in ("TITLE", "CAPTION"))
+        title, caption = (cell(getattr(columns, name, ""), report) for name in ("TITLE", "CAPTION"))
         return table(rows_of(found), run | columns.NAMES, columns.FIGURES, title, caption)
 
     return made
@@ -347,7 +347,7 @@ def headline(folder: Path) -> str:
             if row["choice"] == "greedy"
         }
         (version,) = {report.get("transformers", "") for report in found.values()}
-        names = {"gpt": "ours", "transformers_static": f"transformers {version} with its static cache"}
+        names = {"gpt": "ours", "transformers_static": f"transformers {version}".strip() + " with its static cache"}
         drawn = [
             f"{speed[model, 1]:,.0f} alone and {speed[model, 64]:,.0f} in a batch of 64 ({name})"
             for model, name in names.items()
@@ -360,7 +360,7 @@ def headline(folder: Path) -> str:
         passed = sum(report["verdicts"]["flash"]["passes"] for report in judged.values())
         lines.append(
             f"- **The same training**: flash is as near to naive attention as rounding alone in {passed} of "
-            f"{len(judged)} parity runs, each judged by 5 to 8 runs that differ in rounding ({_brief(judged)})"
+            f"{len(judged)} parity runs ({_brief(judged)})"
         )
     return "\n".join(lines)
 
