@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 import torch
 
-from conf.program import of_a_sweep, program
+from conf.program import is_sweep_run, program
 from conf.schema import Settings
 from data import Prefetcher, TokenBatches
 from model import attend_with
@@ -160,7 +160,7 @@ def run(
             # --- after a loss or gradient that is not finite the optimizer changes nothing, so the check may run a step
             # late and set `step` back; it waits for this step where the loss or weights are logged, saved or evaluated
             stopping = stop.requested
-            if bad := check.look(step, loss, grad_norm, wait=stopping or config.is_observed(step)):
+            if bad := check.check_step(step, loss, grad_norm, wait=stopping or config.is_observed(step)):
                 if not bad_steps.handle(bad, prefetcher, stepper.compute_step, stop):
                     step = bad.step - 1
                     save(step, best=False)
@@ -198,7 +198,7 @@ def run(
         best_loss = min(best_loss, results.get("val_loss", math.inf))
         results |= {"steps": step, "best_val_loss": best_loss, "attention": chosen.model.attention}
         results |= speed.progress(step)
-        world.take_time()  # the first process may read a large text, or wait for a slow disk
+        world.suspend_timeout()  # the first process may read a large text, or wait for a slow disk
         if step >= config.steps and world.is_first:  # this reads all of the text; a stop has little time
             results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
         saved = saver.wait() or (resumed and resumed.path)
@@ -211,7 +211,7 @@ def run(
 @program("config", Settings, experiment="quickstart", after_sweep=show_sweep, world=this_world)
 def main(settings: Settings, run_dir: Path) -> None:
     summary = train(settings, run_dir, world=this_world())
-    if exit_code := summary["exit_code"] or (summary["signal"] if of_a_sweep() else 0):
+    if exit_code := summary["exit_code"] or (summary["signal"] if is_sweep_run() else 0):
         sys.exit(exit_code)
 
 

@@ -282,7 +282,7 @@ class _Runs(Generic[S]):
         sys.exit(code)
 
 
-def of_a_sweep() -> bool:
+def is_sweep_run() -> bool:
     """Whether this run is one of a sweep, so that others may follow it."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 

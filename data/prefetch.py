@@ -43,7 +43,7 @@ class Prefetcher:
         self.close()
         self._step = step
         if self._device.type == "cuda":
-            self._ahead = Ahead(self._copy, step)
+            self._ahead = LookaheadThread(self._copy, step)
 
     def whole(self, step: int) -> Batch:
         """The batch of `step` with the rows of all ranks; the iteration does not change."""
@@ -88,7 +88,7 @@ class Prefetcher:
             return inputs, targets, starts, self._stream.record_event()
 
 
-class Ahead:
+class LookaheadThread:
     """A thread that calls make(start), make(start + 1), ... and keeps a few results ready, in order."""
 
     def __init__(self, make: Callable[[int], Any], start: int) -> None:

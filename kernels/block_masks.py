@@ -118,7 +118,7 @@ def block_mask(
         each = _vmapped(mask_mod)
         blocks = [*sizes[:2], -(-Nq // BLOCK), -(-Nk // BLOCK)]
         full, some = np.zeros(blocks, bool), np.ones(blocks, bool)
-    return _asked(each, full, some & ~full, Nq, Nk, device)
+    return _evaluate_partial_blocks(each, full, some & ~full, Nq, Nk, device)
 
 
 def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: int, device: torch.device) -> tuple:
@@ -197,7 +197,7 @@ def _of_booleans(visible: Tensor) -> BlockMask:
     return BlockMask(*visits_and_bits(*tables, bits, num_q, visible.device), num_q, num_k)
 
 
-def _asked(
+def _evaluate_partial_blocks(
     each: MaskMod, full: np.ndarray, asked: np.ndarray, num_q: int, num_k: int, device: torch.device
 ) -> BlockMask:
     """The mask with the `full` blocks, the `asked` blocks as `each` evaluates them, and nothing visible elsewhere.
@@ -295,7 +295,9 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     partial = _listed(*lists[0], k_blocks)
     full = torch.zeros_like(partial) if lists[1][0] is None else _listed(*lists[1], k_blocks)
     full, partial = full.cpu().numpy(), partial.cpu().numpy()
-    mask = _asked(_vmapped(given.mask_mod), full, partial & ~full, num_q, num_k, given.kv_num_blocks.device)
+    mask = _evaluate_partial_blocks(
+        _vmapped(given.mask_mod), full, partial & ~full, num_q, num_k, given.kv_num_blocks.device
+    )
     _CONVERTED[given] = described, mask
     return mask
 

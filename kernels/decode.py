@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
 from .device import OPERATORS, interpreting
-from .flops import tell_flop_counters
+from .flops import register_flop_formulas
 from .fused.write_kvcache import EIGHT_BITS, read_kvcache, write_kvcache
 from .launch import Plan, plan_of, tokens_first, with_positive_scale
 from .ops import needs_dispatcher
@@ -135,7 +135,7 @@ def attend(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Ten
     if plan is not None or not needs_dispatcher(call.q, call.k_cache):  # the dispatcher costs the host time
         return _run(call, options, plan)
     refuse_torch_func("attention over a cache", "a batch of rows")
-    tell_flop_counters()
+    register_flop_formulas()
     numbers = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
     return flash_kvcache(*call, *numbers, options.alibi_slopes, options.sinks)
 

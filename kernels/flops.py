@@ -11,7 +11,7 @@ from .call import Options
 from .device import OPERATORS
 
 
-def tell_flop_counters() -> None:
+def register_flop_formulas() -> None:
     """Register our formulas with the active FLOP counters.
 
     Registering them once, by `register_flop_formula`, would import torch.utils.flop_counter and with it Triton.

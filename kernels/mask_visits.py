@@ -41,14 +41,14 @@ def visits_and_bits(
     bits = torch.cat((_ends(device), *bits))  # pattern 0 shows everything, 1 nothing
     table = 1 - full.astype(np.int32)
     if len(bits) > _FEW:
-        bits, numbers = _unlike(bits)
+        bits, numbers = _distinct_patterns(bits)
         table[asked] = numbers[2:]
         starts, visits = _lists(table, num_q)
     else:
         words, total = _least_and_greatest(bits), len(bits)
         table[asked] = np.arange(2, total)
         starts, visits = _lists(table, num_q)  # while the GPU works, as if none showed all or nothing
-        bits, numbers = _without_ends(bits, words)
+        bits, numbers = _merge_uniform_patterns(bits, words)
         if len(bits) < total:
             table[asked] = numbers[2:]
             starts, visits = _lists(table, num_q)
@@ -57,7 +57,7 @@ def visits_and_bits(
     return starts, visits, bits.view(torch.int32).flatten(1, 2)
 
 
-def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
+def _distinct_patterns(bits: Tensor) -> tuple[Tensor, np.ndarray]:
     """The distinct ones of patterns (n, 2, 128, 2), and for each of the n its number among them."""
     mixed = bits[:, 0].flatten(1) * _weights(_ODD, bits.device)
     hashes = (mixed ^ (mixed >> 29)).sum(1)  # unmixed, words that differ in their highest bits would cancel
@@ -67,7 +67,7 @@ def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
     first, kept = torch.from_numpy(np.concatenate((first[which], kept))).to(bits.device).split((len(which), len(kept)))
     if torch.equal(bits, bits[first]):
         return bits[kept], numbers
-    return _without_ends(bits, _least_and_greatest(bits))  # two distinct patterns share a hash
+    return _merge_uniform_patterns(bits, _least_and_greatest(bits))  # two distinct patterns share a hash
 
 
 def _least_and_greatest(bits: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ def _least_and_greatest(bits: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(bits[:, 0].flatten(1), dim=1))
 
 
-def _without_ends(bits: Tensor, words: Tensor) -> tuple[Tensor, np.ndarray]:
-    """As `_unlike`, but merges only the patterns that show all or nothing.
+def _merge_uniform_patterns(bits: Tensor, words: Tensor) -> tuple[Tensor, np.ndarray]:
+    """As `_distinct_patterns`, but merges only the patterns that show all or nothing.
 
     words: from `_least_and_greatest`; reading them waits for the GPU.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 from .call import Options, key_of
 from .device import OPERATORS
 from .documents import check_documents
-from .flops import tell_flop_counters
+from .flops import register_flop_formulas
 from .launch import Plan, plan_of, tokens_first
 from .support import refuse_forward_mode, why_not_hopper
 
@@ -137,7 +137,7 @@ class _FlashBackward(torch.autograd.Function):
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
     """`flash_fwd`; with a plan, which no call that `needs_dispatcher` has, the dispatcher is skipped."""
     if plan is None:
-        tell_flop_counters()
+        register_flop_formulas()
         return flash_fwd(q, k, v, *options)
     return _forward_with_autograd(q, k, v, *options, plan=plan)
 
@@ -168,7 +168,7 @@ def _forward(plan: Plan | None, inputs: tuple) -> tuple[Tensor, Tensor]:
 def _backward(inputs: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not needs_dispatcher(*inputs[2:5]):
         return _run_backward(*inputs)
-    tell_flop_counters()
+    register_flop_formulas()
     with torch._C._AutoDispatchBelowAutograd():
         return flash_bwd(*inputs)
 

@@ -31,7 +31,7 @@ from model.sampling import check_sampling, choose_next_token, whole
 
 PAGE = 128  # tokens: a tile of the decode kernel is in one page
 PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
-UNASKED = 2**26  # bytes that any machine has free; asking takes a millisecond
+ALWAYS_FREE_BYTES = 2**26  # bytes that any machine has free; asking takes a millisecond
 Drawn = list[tuple[int, int]]  # (sequence, token)
 COMPILED: set[tuple] = set()  # kinds of steps that have run in this process, whose kernels a capture finds compiled
 
@@ -109,7 +109,7 @@ def generate(
     if next(model.parameters()).is_meta:
         raise ValueError("the model is on meta, where weights have no numbers; make it on the device to generate on")
     needed = 8 * max_new_tokens * num_samples
-    if needed > UNASKED and (free := free_host_bytes()) is not None and needed > free:
+    if needed > ALWAYS_FREE_BYTES and (free := free_host_bytes()) is not None and needed > free:
         raise ValueError(
             f"num_samples={num_samples} of max_new_tokens={max_new_tokens} are drawn with {needed / 2**30:.2f} GiB of "
             f"random numbers and {free / 2**30:.2f} GiB are free; use fewer"
@@ -260,7 +260,7 @@ class Generation:
         logits = self._logits(ids[None], prompts)[0]  # (readers, V)
         # work that the prompts do not depend on, while a GPU reads them
         state = self.state
-        if self.uses_graphs and state.captured != self._what_a_graph_holds():
+        if self.uses_graphs and state.captured != self._graph_key():
             state.graph = None
         about = [(row, sequence.sample, sequence.drawn) for row, sequence in taken]
         about = torch.tensor([*zip(*about, strict=True), reader_of], device="cpu")
@@ -288,7 +288,7 @@ class Generation:
                 except torch.OutOfMemoryError:  # during a capture the allocator frees none of its cached memory
                     torch.cuda.empty_cache()
                     state.graph = self._captured()
-                state.captured = self._what_a_graph_holds()
+                state.captured = self._graph_key()
             state.graph.replay()
             self.cache.count_stored(1)
         else:
@@ -311,7 +311,7 @@ class Generation:
         if self.state.copied:
             self.state.copied.wait(torch.cuda.current_stream(self.device))
 
-    def _what_a_graph_holds(self) -> tuple:
+    def _graph_key(self) -> tuple:
         """What captured steps depend on: their operations, and the addresses outside the state that they access.
         This object keeps these tensors alive, in case the model gets other weights meanwhile."""
         model, cache = self.model, self.cache

@@ -105,7 +105,7 @@ def examine(settings: Settings, folder: Path) -> Page:
     page.ask("disk", machine.disk, settings.train, folder, parameters=parameters)
     page.ask("wandb", wandb, settings)
     if settings.resume not in (None, "auto"):
-        page.ask("resume", goes_on, settings, model=model, dataset=dataset)
+        page.ask("resume", check_resume, settings, model=model, dataset=dataset)
     if dataset is not None and not any(finding.wrong for finding in page.values()):
         page.ask("start", start, settings, folder, hardware=hardware)
     return page
@@ -275,7 +275,7 @@ def wandb(settings: Settings) -> Finding:
     return Finding(f"{mode} ({why})", facts={"mode": mode, "why": why})
 
 
-def goes_on(settings: Settings, *, model: GPTConfig | None, dataset: Dataset | None) -> Finding:
+def check_resume(settings: Settings, *, model: GPTConfig | None, dataset: Dataset | None) -> Finding:
     """Whether the checkpoint that `resume` names is whole and fits the settings."""
     checkpoint = resume.find(settings.resume, None)
     if dataset is not None:

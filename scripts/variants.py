@@ -51,11 +51,11 @@ def train_aside(settings: Settings, folder: Path, attend: Attention | None = Non
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         summary = train(settings, folder, attend=attend)
-    exit_if_asked(summary)
+    exit_if_stopped(summary)
     return summary
 
 
-def exit_if_asked(summary: dict[str, Any]) -> None:
+def exit_if_stopped(summary: dict[str, Any]) -> None:
     """Exit if a signal or a time limit stopped the run: signals mean the whole program; part of a run is no figure."""
     code = summary["exit_code"] or summary["signal"]
     if code in REASONS:

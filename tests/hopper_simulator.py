@@ -206,10 +206,10 @@ class _Machine:
     def gather(self, pointers, keep, shared):
         self._own.copies.append(lambda: shared.store(load_by_pointer(pointers, mask=keep, other=0.0)))
 
-    def gathered(self):
+    def wait_for_gathers(self):
         _finish(self._own.copies)
 
-    def tell_gathered(self, barrier):
+    def arrive_when_gathered(self, barrier):
         barrier.copies += self._own.copies
         self._own.copies.clear()
 

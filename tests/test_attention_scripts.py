@@ -250,7 +250,7 @@ def test_what_is_between_calls_or_warms_up_is_not_timed(ticking):
     takes = iter([9, 8, 1, 2, 3])
     assert clock.laps(lambda: ticking.take(next(takes)), CPU, 2, 3) == [1, 2, 3]
     takes = iter([9, 8, 0.5, 0.25, 0.5])  # the first builds, the second is looked at for its memory
-    found = clock.of_tokens(lambda: ticking.take(next(takes)), 10, CPU, 1.0)
+    found = clock.token_throughput(lambda: ticking.take(next(takes)), 10, CPU, 1.0)
     assert found == {"ms": 500.0, "p99_ms": 500.0, "tokens_per_second": 20.0, "peak_gib": None}
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import Prefetcher, TokenBatches, document_starts, fixed_windows
-from data.prefetch import Ahead
+from data.prefetch import LookaheadThread
 from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
 
 
@@ -175,7 +175,7 @@ def test_a_document_starts_at_the_token_that_ends_the_one_before():
 
 def test_ahead_keeps_order_and_leaves_no_thread():
     made = []
-    ahead = Ahead(lambda step: made.append(step) or step * step, 3)
+    ahead = LookaheadThread(lambda step: made.append(step) or step * step, 3)
     assert [ahead.take() for _ in range(50)] == [step * step for step in range(3, 53)]
     ahead.close()
     assert made in [list(range(3, end)) for end in (53, 54, 55)], "no more than two ahead"
@@ -188,7 +188,7 @@ def test_ahead_raises_what_the_thread_raised():
             raise ValueError("shard is gone")
         return step
 
-    ahead = Ahead(make, 0)
+    ahead = LookaheadThread(make, 0)
     assert [ahead.take(), ahead.take()] == [0, 1]
     for _ in range(2):
         with pytest.raises(ValueError, match="shard is gone"):

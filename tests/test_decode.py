@@ -295,9 +295,9 @@ def test_tiles_and_spans_give_the_same_bits():
 
     case = bits_case(torch.float32, torch.float32, 16, [250, 61], num_q=1, heads=2, kv_heads=1)
     results = []
-    for programs, coarse_from in ((3, 1), (3, 500), (1, 1), (40, 500)):
+    for programs, min_span_items in ((3, 1), (3, 500), (1, 1), (40, 500)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(portable, "cut_for", lambda *_, cut=(programs, coarse_from): cut)
+            patch.setattr(portable, "cut_for", lambda *_, cut=(programs, min_span_items): cut)
             PLANS.clear()
             results.append(laid_out(case, [0, 1], 256, 0))
     PLANS.clear()

@@ -354,7 +354,7 @@ def test_what_was_gathered_stays_no_longer_than_somebody_may_read_it():
     world._store = store
     for number in range(3):
         assert world.all_gather(number) == [7, number]
-        assert world.arrivals == number + 1, "or nobody sees who is missing"
+        assert world.collectives_entered == number + 1, "or nobody sees who is missing"
         kept = [earlier for earlier in range(3) if store.check([f"all_gather/{earlier}/1"])]
         assert kept == [number]
     assert all(store.check([f"all_gather/{number}/0"]) for number in range(3))
@@ -493,9 +493,9 @@ def test_muons_exchanges_count_for_who_waits(monkeypatch):
     monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **options: None)
     owners = Owners(world, [x.shape] * 3, [1.0] * 3, torch.float32, torch.device("cpu"))
     list(owners.computed([x] * 3, lambda matrices: matrices))
-    assert world.arrivals == 3
+    assert world.collectives_entered == 3
     owners._exchange([[x], [x]], [[x.shape], [x.shape]])
-    assert world.arrivals == 4
+    assert world.collectives_entered == 4
 
 
 def test_a_lost_process_has_done_the_steps_that_all_have_summed():
@@ -568,8 +568,8 @@ def test_a_process_may_be_as_late_as_its_work_takes(monkeypatch):
     in_a_step, between = patience[::2], patience[1::2]
     assert in_a_step == [math.inf, parallel.BETWEEN_STEPS, parallel.IN_A_STEP, 90.0]
     assert between == [parallel.BETWEEN_STEPS] * 4
-    assert world.arrivals == 4 * 2, "who begins no step is behind, whatever it would wait in"
-    world.take_time()
+    assert world.collectives_entered == 4 * 2, "who begins no step is behind, whatever it would wait in"
+    world.suspend_timeout()
     assert world.patience == math.inf
     world.begin_step(cpu)
     assert world.patience == parallel.IN_A_STEP

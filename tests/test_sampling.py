@@ -577,12 +577,12 @@ def test_the_weights_that_a_graph_reads_live_as_long_as_its_generation(monkeypat
     model = small_gpt().eval().requires_grad_(False)
     monkeypatch.setattr("model.generation.flash", model.blocks[0].attention.attend)
     generation = Generation(model, StepState.of(model, 1, 16, 16, None, None), likeliest, None, 1)
-    before = generation._what_a_graph_holds()
+    before = generation._graph_key()
     weight = ref(model.blocks[0].mlp.up.weight)
     model.load_state_dict(small_gpt().state_dict(), assign=True)
     gc.collect()
     assert weight() is not None
-    assert generation._what_a_graph_holds() != before
+    assert generation._graph_key() != before
     gc.collect()
     assert weight() is None
 

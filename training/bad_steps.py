@@ -88,7 +88,7 @@ class NumberCheck:
         if state:
             self.load_state_dict(state)
 
-    def look(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
+    def check_step(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
         """Record `step` (from 1), and check the steps whose numbers are due; with `wait` all of them.
 
         Wherever the state of the run is used (saved, evaluated, logged), pass `wait`. A returned step is the first that
@@ -203,7 +203,7 @@ class BadSteps:
             model, moments = full_model(self.model), full_on_host(self.optimizer.state_dict())
         seen = FirstBad()
         if self.hardware.world.is_first:  # one process computes the whole step, with the same bits
-            self.hardware.world.take_time()
+            self.hardware.world.suspend_timeout()
             batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
             no_op = NoOpOptimizer(model, self.optimizer.loss_scale)
             seen.weights(model)  # the step before may have made them non-finite

@@ -10,7 +10,7 @@ class GradientSum:
     """The sum of a step's gradients: of this process's micro-batches and of all processes, as one binary tree.
 
     Call `add` after each backward pass. Autograd adds the second gradient of a pair to the first. Larger sums
-    (`sums_that_end`) are added as soon as both terms are complete, so log2(micro-batches) gradients are held. If the
+    (`sums_completed`) are added as soon as both terms are complete, so log2(micro-batches) gradients are held. If the
     backward passes always write to the same addresses, the sum's address is always the same too.
 
     micro_batches: how often `add` will be called.
@@ -19,7 +19,7 @@ class GradientSum:
 
     def __init__(self, parameters: list[Tensor], world: World, micro_batches: int, *, copied: bool = False) -> None:
         self._parameters, self._world, self._copied = parameters, world, copied
-        self._to_end = sums_that_end(micro_batches)[::-1]  # for each micro-batch to come, the next one last
+        self._to_end = sums_completed(micro_batches)[::-1]  # for each micro-batch to come, the next one last
         self._loss: Tensor | None = None  # of the first micro-batch of a pair, whose gradient is in `grad`
         self._pending: list[list[Tensor]] = []  # gradients and loss of sums that wait for their other term
 
@@ -59,7 +59,7 @@ class GradientSum:
         self._pending.append(terms)
 
 
-def sums_that_end(micro_batches: int) -> list[int]:
+def sums_completed(micro_batches: int) -> list[int]:
     """For each micro-batch, how many sums of the tree it completes.
 
     The tree is split from the top into halves that differ by one micro-batch at most. The halves (or quarters) of a
@@ -68,7 +68,7 @@ def sums_that_end(micro_batches: int) -> list[int]:
     if micro_batches == 1:
         return [0]
     later = micro_batches // 2
-    *ends, last = sums_that_end(micro_batches - later) + sums_that_end(later)
+    *ends, last = sums_completed(micro_batches - later) + sums_completed(later)
     return [*ends, last + 1]
 
 

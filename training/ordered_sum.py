@@ -49,7 +49,7 @@ def reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def tree_sum(rows: list[Tensor], out: Tensor) -> None:
-    """Write to `out` the sum of two `rows` or more, in the order of `gradient_sum.sums_that_end`; overwrites some."""
+    """Write to `out` the sum of two `rows` or more, in the order of `gradient_sum.sums_completed`; overwrites some."""
     first = -(-len(rows) // 2)
     torch.add(_tree(rows[:first]), _tree(rows[first:]), out=out)
 

@@ -83,7 +83,7 @@ class World:
         local_rank: its number on its host, which chooses its GPU.
         hosts: the host of each rank.
         step: steps done, as far as the host knows.
-        arrivals: steps and collectives that it has entered; processes that wait for it have entered more.
+        collectives_entered: steps and collectives that it has entered; processes that wait for it have entered more.
         context: neighbouring ranks that share each row's tokens (context parallelism).
         shards: whether each process holds a part of every weight (training/shard.py).
         patience: seconds that the others wait for it in a collective before it counts as hanging.
@@ -94,7 +94,7 @@ class World:
         self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None, group: Any = None
     ) -> None:
         self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
-        self.arrivals = self._gathers = 0
+        self.collectives_entered = self._gathers = 0
         self.context, self.shards = 1, False
         self.watchdog: Watchdog | None = None
         self._group = group
@@ -144,7 +144,7 @@ class World:
         if self._store is None:
             return [value] * self.size
         keys = [f"all_gather/{self._gathers}/{rank}" for rank in range(self.size)]
-        self.arrivals += 1
+        self.collectives_entered += 1
         with self.communicating():
             self._store.set(keys[self.rank], json.dumps(value))
             self._store.wait(keys, within)
@@ -189,9 +189,9 @@ class World:
             self.messages.clock.begin(device)
             if self._sums > 1:
                 self.patience = max(IN_A_STEP, self.messages.clock.last_ms / 1e3)
-            self.arrivals += 1
+            self.collectives_entered += 1
 
-    def take_time(self) -> None:
+    def suspend_timeout(self) -> None:
         """Let the first process take any time until its next step; if it dies meanwhile, the others still notice."""
         if self.is_first:
             self.patience = math.inf
@@ -208,7 +208,7 @@ class World:
             self.messages.check_weights(weights)
         tail = self.messages.pack(loss)
         terms = [term.contiguous() for term in terms]
-        self.arrivals += 1
+        self.collectives_entered += 1
         with self.communicating():
             sum_over_ranks([tail] if self.shards else [*terms, tail], self._group_for(loss.device))
         self.patience = BETWEEN_STEPS

@@ -46,7 +46,7 @@ class Saver:
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
         """Save the model and `state` as they are now. state and meta: see `checkpoint.write`."""
-        self._world.take_time()  # the others wait while the save before is still being written
+        self._world.suspend_timeout()  # the others wait while the save before is still being written
         self.wait()
         with self._world.communicating():
             weights, state = tree_map_with_path(self._copy, (checkpoints.weights_of(model), state))

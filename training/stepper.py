@@ -60,7 +60,7 @@ class Stepper:
     def sample(self, tokenizer: tiktoken.Encoding) -> str:
         """The model's continuation of the run's prompt, in the first process; the others send it their shards."""
         hardware, config = self._chosen.hardware, self._chosen.settings["train"]
-        hardware.world.take_time()
+        hardware.world.suspend_timeout()
         with hardware.world.communicating():
             model = full_model(self._model)
         new_tokens, seed = config["sample_tokens"], config["seed"]

@@ -125,7 +125,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         world, self._beats = self._world, self._beats + 1
-        text = json.dumps([self._beats, world.step, world.arrivals, world.patience])
+        text = json.dumps([self._beats, world.step, world.collectives_entered, world.patience])
         self._store.set(f"beat/{world.rank}", text)
 
     def _look(self) -> tuple[Failure, list[int]] | None:
@@ -152,10 +152,10 @@ class Watchdog:
 
     def _hanging(self, beats: list[list], now: int) -> tuple[Failure, list[int]] | None:
         """A rank that the others have waited for longer than its patience."""
-        furthest = max(arrivals for _, _, arrivals, _ in beats)
-        for rank, (_, step, arrivals, patience) in enumerate(beats):
-            if arrivals == furthest or arrivals != self._late[rank][0]:
-                self._late[rank] = arrivals, now
+        furthest = max(collectives_entered for _, _, collectives_entered, _ in beats)
+        for rank, (_, step, collectives_entered, patience) in enumerate(beats):
+            if collectives_entered == furthest or collectives_entered != self._late[rank][0]:
+                self._late[rank] = collectives_entered, now
             elif (now - self._late[rank][1]) * self._limits.beat > patience:
                 message = f"the others have waited {patience:g} s for it: it hangs"
                 return Failure(rank, self._world.hosts[rank], step, message), []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..call import autocast_dtype
 from ..device import OPERATORS
-from ..flops import tell_flop_counters
+from ..flops import register_flop_formulas
 from ..support import refuse_forward_mode, refuse_second_derivative, refuse_torch_func
 from .cross_entropy import check_targets, cross_entropy_fwd
 
@@ -49,7 +49,7 @@ def linear_cross_entropy(
         chunk_tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
     elif not isinstance(chunk_tokens, int) or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1, or None")
-    tell_flop_counters()
+    register_flop_formulas()
     # evaluation needs no gradient, which leaves out two of the three products
     h = h.to(autocast_dtype(h))
     return linear_cross_entropy_fwd(h, weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]

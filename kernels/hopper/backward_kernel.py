@@ -22,7 +22,7 @@ Barriers (mbarriers; [s] is a stage of a ring):
     k_full[s], v_full    an item's keys, values are there      k_empty[s], v_empty   ... are read (128: dK, dV stored)
     full[s]              a step's Q, dO, LSE, delta are there  empty[s]              both consumers are done with them
     ds_full[s]           both halves of dS are there           ds_empty[s]           dQ is computed from them (64)
-    told_full[s]         the next item's number is there       told_empty[s]        all roles have read it
+    item_full[s]         the next item's number is there       item_empty[s]        all roles have read it
     turn_ready[w]        a share of dQ may be added; keeper w waits on hardware barrier ADDED + w until it is
 """
 
@@ -269,9 +269,9 @@ def hopper_bwd_kernel(
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     turn_ready = gl.allocate_shared_memory(gl.int64, [KEEPERS, 1], bar_layout)
-    told = gl.allocate_shared_memory(gl.int32, [2, 1], row_layout)
-    told_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    drawn_items = gl.allocate_shared_memory(gl.int32, [2, 1], row_layout)
+    item_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    item_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=CONSUMERS + 1 if HEAD_DIM == 64 else 1)
@@ -284,8 +284,8 @@ def hopper_bwd_kernel(
         mbarrier.init(ds_full.index(place), count=CONSUMERS)
         mbarrier.init(ds_empty.index(place), count=1)
         mbarrier.init(turn_ready.index(place), count=1)
-        mbarrier.init(told_full.index(place), count=1)
-        mbarrier.init(told_empty.index(place), count=5 if HEAD_DIM == 64 else 4)  # roles beside the producer
+        mbarrier.init(item_full.index(place), count=1)
+        mbarrier.init(item_empty.index(place), count=5 if HEAD_DIM == 64 else 4)  # roles beside the producer
     fence_async_shared()
     tma.wait_for_previous()
     tma.let_next_begin()  # it reads turns, which are 0 now
@@ -301,7 +301,7 @@ def hopper_bwd_kernel(
         alibi_slopes,
     )  # fmt: skip
     counter = turns_ptr + num_batch_kv_heads * (num_heads // num_kv_heads) * (num_q_padded // BLOCK_Q)
-    draws = (counter, told, told_full, told_empty)
+    draws = (counter, drawn_items, item_full, item_empty)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     turns, outputs = (announced, turn_ready), (dk_desc, dv_desc)
     if HEAD_DIM == 64:

@@ -102,25 +102,25 @@ def end_of_items(sizes):
 @gluon.jit
 def draw_item(done, draws):
     """Draw the next item and publish its number to all roles. Called by the producer after loading `done` items."""
-    counter, told, told_full, told_empty = draws
+    counter, drawn_items, item_full, item_empty = draws
     item = gl.atomic_add(counter, 1, sem="relaxed")
     place, use = slot(done, 2)
-    mbarrier.wait(told_empty.index(place), use ^ 1)
+    mbarrier.wait(item_empty.index(place), use ^ 1)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    told.index(place).store(gl.full([1], item, gl.int32, one))
-    mbarrier.arrive(told_full.index(place), count=1)
+    drawn_items.index(place).store(gl.full([1], item, gl.int32, one))
+    mbarrier.arrive(item_full.index(place), count=1)
     return item
 
 
 @gluon.jit
 def next_item(done, draws, WARPS: gl.constexpr):
     """Wait, in another role, for the item that the producer has drawn. Returns what `draw_item` returned there."""
-    _counter, told, told_full, told_empty = draws
+    _counter, drawn_items, item_full, item_empty = draws
     place, use = slot(done, 2)
-    mbarrier.wait(told_full.index(place), use)
+    mbarrier.wait(item_full.index(place), use)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    item = gl.max(told.index(place).load(one), 0)
-    mbarrier.arrive(told_empty.index(place), count=1)
+    item = gl.max(drawn_items.index(place).load(one), 0)
+    mbarrier.arrive(item_empty.index(place), count=1)
     return item
 
 

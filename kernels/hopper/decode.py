@@ -50,7 +50,7 @@ def _registers(build):
     """Registers per thread of collector, producer, fetcher. The consumer has the rest: 240, or 104 at BLOCK_D 64."""
     if build.BLOCK_D == 64:
         return [80, 56, 56]
-    return [168, 96, 96] if build.UPRIGHT and build.APPEND else [160, 104, 104]
+    return [168, 96, 96] if build.QUERIES_AS_ROWS and build.APPEND else [160, 104, 104]
 
 
 @gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
@@ -90,7 +90,7 @@ def hopper_decode_kernel(
     capacity,  # S, or PAGE times the width of the block table
     num_pages,
     slot_rows,  # min(BLOCK_M, Nq * Hq // Hkv)
-    coarse_from,  # from this many spans on an item is a span; fewer spans have at most SPAN times as many parts
+    min_span_items,  # from this many spans on an item is a span; fewer spans have at most SPAN times as many parts
     window_left,  # NEVER without a window
     window_right,  # read only where LOCAL
     scale_log2,  # scale * log2(e), positive
@@ -113,8 +113,8 @@ def hopper_decode_kernel(
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
 ):  # fmt: skip
     """`flash_decode_kernel` on Hopper: the same items, the same numerics, other tiles."""
-    UPRIGHT: gl.constexpr = BLOCK_M == 64
-    ITEMS: gl.constexpr = 2 if UPRIGHT else 3  # whose queries fit into shared memory
+    QUERIES_AS_ROWS: gl.constexpr = BLOCK_M == 64
+    ITEMS: gl.constexpr = 2 if QUERIES_AS_ROWS else 3  # whose queries fit into shared memory
     is_padded: gl.constexpr = leftpad is not None
     pads = leftpad if is_padded else seqlens
     dtype: gl.constexpr = q.dtype.element_ty
@@ -122,7 +122,7 @@ def hopper_decode_kernel(
     COLUMNS: gl.constexpr = BLOCK_D // 2 if WORDS else BLOCK_D
     PIECE: gl.constexpr = k_desc.block_type.shape[2]
     build = Build(
-        HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, QUAD, SPAN, GROUPS, PAGE, STAGES, ITEMS, APPEND, UPRIGHT, COLUMNS,
+        HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, QUAD, SPAN, GROUPS, PAGE, STAGES, ITEMS, APPEND, QUERIES_AS_ROWS, COLUMNS,
         WORDS, k_cache.dtype.element_ty == gl.int8, SCALES, UNIT,
     )  # fmt: skip
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, COLUMNS], tile_dtype)
@@ -134,15 +134,15 @@ def hopper_decode_kernel(
     q_shape: gl.constexpr = [ITEMS * (BLOCK_D // COLUMNS), BLOCK_M, COLUMNS]
     q_tiles = gl.allocate_shared_memory(dtype, q_shape, q_layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    p_tile, across = q_tiles, q_tiles  # placeholders: with queries as rows P stays in registers
-    if not UPRIGHT:  # P, and the maxima and sums of the consumer's warps
+    p_tile, warp_partials = q_tiles, q_tiles  # placeholders: with queries as rows P stays in registers
+    if not QUERIES_AS_ROWS:  # P, and the maxima and sums of the consumer's warps
         p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
         by_warp: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-        across = gl.allocate_shared_memory(gl.float32, [2, 4, BLOCK_M], by_warp)
-    of_quads = q_tiles  # a placeholder
-    if UPRIGHT and QUAD < SPAN:  # an item's sums, while those of a quad are added up in registers
+        warp_partials = gl.allocate_shared_memory(gl.float32, [2, 4, BLOCK_M], by_warp)
+    item_sums = q_tiles  # a placeholder
+    if QUERIES_AS_ROWS and QUAD < SPAN:  # an item's sums, while those of a quad are added up in registers
         by_rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
-        of_quads = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_D], by_rows)
+        item_sums = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_D], by_rows)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS * fields_of(build), 1], plain)
     scales = items  # a placeholder
     if SCALES == 2:
@@ -177,15 +177,15 @@ def hopper_decode_kernel(
         [
             (consumer, (
                 o, lse, num_heads, num_q, group, num_kv_heads, (window_left, window_right), scale_log2, switches,
-                k_scale, v_scale, sums, maxima, slot_rows, workspace, coarse_from, rings, p_tile, across, of_quads,
-                k_tiles, v_tiles, build, is_padded, CAUSAL, LOCAL,
+                k_scale, v_scale, sums, maxima, slot_rows, workspace, min_span_items, rings, p_tile, warp_partials,
+                item_sums, k_tiles, v_tiles, build, is_padded, CAUSAL, LOCAL,
             )),
             (collector, (
                 o, lse, switches.sinks, v_scale, num_heads, num_q, group, num_kv_heads, sums, maxima, slot_rows,
-                workspace, coarse_from, rings, build,
+                workspace, min_span_items, rings, build,
             )),
             (producer, (
-                k_desc, v_desc, seqlens, pads, num_rows, num_q, capacity, window_left, workspace, coarse_from,
+                k_desc, v_desc, seqlens, pads, num_rows, num_q, capacity, window_left, workspace, min_span_items,
                 num_kv_heads, cache, rings, build, is_padded,
             )),
             (fetcher, (q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), group, num_q, rings, build)),

@@ -12,11 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..portable.scores import Scoring, logits_of
-from ..portable.split import fold, handed
+from ..portable.split import fold, store_part_unless_whole
 from ..portable.tiles import LOG2_E, Mask, mask_scores
 from ..portable.widen import widened
-from .decode_folds import item_told, lines_layout, parts_of, store_item
-from .decode_loads import SHIFT, awaited, shifted, started, stored_dtype, told
+from .decode_folds import lines_layout, parts_of, read_item, store_item
+from .decode_loads import SHIFT, awaited, read_field, shifted, started, stored_dtype
 from .tma import slot
 
 NEVER = gl.constexpr(2**30)  # a key that no query sees
@@ -36,8 +36,8 @@ def _cleared(tile, start, keys, build, PADDED: gl.constexpr):
 
 @gluon.jit
 def _fold_sums(acc, maximum, total, part, part_maximum, part_total, build):
-    """`fold` of kernels/portable/split.py for sums in the products' layout: queries are columns unless UPRIGHT."""
-    if build.UPRIGHT:
+    """`fold` of kernels/portable/split.py, for sums in the products' layout."""
+    if build.QUERIES_AS_ROWS:
         return fold(acc, maximum, total, part, part_maximum, part_total)
     else:
         larger = gl.maximum(maximum, part_maximum)
@@ -49,13 +49,13 @@ def _fold_sums(acc, maximum, total, part, part_maximum, part_total, build):
 
 @gluon.constexpr_function
 def _scores_layout(build):
-    columns = build.BLOCK_K if build.UPRIGHT else build.BLOCK_M
+    columns = build.BLOCK_K if build.QUERIES_AS_ROWS else build.BLOCK_M
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def _sums_layout(build):
-    columns = build.BLOCK_D if build.UPRIGHT else build.BLOCK_M
+    columns = build.BLOCK_D if build.QUERIES_AS_ROWS else build.BLOCK_M
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -78,23 +78,23 @@ def _over_keys(x, shared, build, LARGEST: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, tile, start, query, scoring, across, build, KEYS: gl.constexpr):
+def _softmax(scores, tile, start, query, scoring, warp_partials, build, KEYS: gl.constexpr):
     """Return (exp2(logits - maxima), not yet divided by their sum; maxima) of one tile, whose keys are axis KEYS.
 
-    across: (2, 4, BLOCK_M) fp32 in shared memory, where KEYS is 0, else None."""
+    warp_partials: (2, 4, BLOCK_M) fp32 in shared memory, where KEYS is 0, else None."""
     BLOCK_K: gl.constexpr = build.BLOCK_K
     mask = scoring.mask
     key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1 - KEYS, _scores_layout(build)))
     key = gl.expand_dims(key, 1 - KEYS)
     logits, factor, _ = logits_of(scores, query, key, scoring)
     edge = (start + BLOCK_K + mask.num_q > mask.num_k + 1) | (start < tile * BLOCK_K)
-    if mask.LOCAL or not build.UPRIGHT or edge:  # elsewhere each query sees each key
+    if mask.LOCAL or not build.QUERIES_AS_ROWS or edge:  # elsewhere each query sees each key
         key = gl.where(key < tile * BLOCK_K, NEVER, key)  # it belongs to the tile before
         logits = mask_scores(logits, query, key, mask)
     if KEYS == 1:
         maximum = gl.max(logits, 1) * factor
     else:
-        maximum = _over_keys(logits, across.index(0), build, True) * factor
+        maximum = _over_keys(logits, warp_partials.index(0), build, True) * factor
     base = gl.where(maximum == -float("inf"), 0.0, maximum)
     return gl.exp2(logits * factor - gl.expand_dims(base, KEYS)), maximum
 
@@ -122,14 +122,15 @@ def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase,
 
 @gluon.jit
 def _by_columns(
-    q_tile, k_tile, v_tile, p_tile, across, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr
+    q_tile, k_tile, v_tile, p_tile, warp_partials, tile, start, query, scoring, v_full, phase, build,
+    PADDED: gl.constexpr,
 ):  # fmt: skip
     """`_by_rows` with queries as columns, so that few queries fill wgmma. P passes through shared memory."""
     num_keys = scoring.mask.num_k
     nothing = gl.zeros([build.BLOCK_K, build.BLOCK_M], gl.float32, _scores_layout(build))
     scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    probs, maximum = _softmax(scores, tile, start, query, scoring, across, build, 0)
+    probs, maximum = _softmax(scores, tile, start, query, scoring, warp_partials, build, 0)
     p_tile.store(gl.permute(probs.to(q_tile.dtype), (1, 0)))
     mbarrier.wait(v_full, phase)
     if start + build.BLOCK_K > num_keys:  # as above
@@ -137,14 +138,14 @@ def _by_columns(
     fence_async_shared()
     nothing = gl.zeros([build.BLOCK_D, build.BLOCK_M], gl.float32, _sums_layout(build))
     part = warpgroup_mma(v_tile.permute([1, 0]), p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    total = _over_keys(probs, across.index(1), build, False)
+    total = _over_keys(probs, warp_partials.index(1), build, False)
     return warpgroup_mma_wait(0, deps=(part,)), maximum, total
 
 
 @gluon.jit
 def _by_words(
-    q_even, q_odd, k_tile, v_tile, p_tile, across, of_k, scales, stage, tile, start, query, scoring, v_full, phase,
-    build,
+    q_even, q_odd, k_tile, v_tile, p_tile, warp_partials, of_k, scales, stage, tile, start, query, scoring, v_full,
+    phase, build,
 ):  # fmt: skip
     """`_by_columns` for an 8-bit cache: the warps widen each word into two columns in registers. Returns (the sum of
     P V of the even columns, of the odd ones, maxima, sums of P).
@@ -166,13 +167,13 @@ def _by_words(
         of_k = scales.index(stage * 2).load(of_key)[:, None]
         of_v = scales.index(stage * 2 + 1).load(of_key)[:, None]
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    probs, maximum = _softmax(scores * of_k, tile, start, query, scoring, across, build, 0)
+    probs, maximum = _softmax(scores * of_k, tile, start, query, scoring, warp_partials, build, 0)
     p_tile.store(gl.permute((probs * of_v).to(dtype), (1, 0)))
     fence_async_shared()
     nothing = gl.zeros([build.COLUMNS, build.BLOCK_M], gl.float32, sums_layout)
     part = warpgroup_mma(even, p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     part_odd = warpgroup_mma(odd, p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    total = _over_keys(probs, across.index(1), build, False)
+    total = _over_keys(probs, warp_partials.index(1), build, False)
     part, part_odd = warpgroup_mma_wait(0, deps=(part, part_odd))
     return part, part_odd, maximum, total
 
@@ -181,8 +182,8 @@ def _by_words(
 def _no_keys(build):
     """Return the initial (sums, maxima, denominators)."""
     layout: gl.constexpr = _sums_layout(build)
-    shape: gl.constexpr = [build.BLOCK_M, build.BLOCK_D] if build.UPRIGHT else [build.COLUMNS, build.BLOCK_M]
-    of_row: gl.constexpr = gl.SliceLayout(1 if build.UPRIGHT else 0, layout)
+    shape: gl.constexpr = [build.BLOCK_M, build.BLOCK_D] if build.QUERIES_AS_ROWS else [build.COLUMNS, build.BLOCK_M]
+    of_row: gl.constexpr = gl.SliceLayout(1 if build.QUERIES_AS_ROWS else 0, layout)
     acc = gl.zeros(shape, gl.float32, layout)
     zeros = gl.zeros([build.BLOCK_M], gl.float32, of_row)
     return acc, zeros - float("inf"), zeros
@@ -194,7 +195,7 @@ def _attended(
 ):  # fmt: skip
     """Attend to the tiles begin .. end of an item, added one after the other. Returns (the ring's next step, sums,
     those of odd columns where WORDS, maxima, denominators)."""
-    k_tiles, v_tiles, p_tile, across = tiles
+    k_tiles, v_tiles, p_tile, warp_partials = tiles
     q_tile = rings.q.index(place * 2 if build.WORDS else place)
     acc, maximum, total = _no_keys(build)
     odd = acc
@@ -206,16 +207,16 @@ def _attended(
         v_full = rings.v_full.index(stage)
         if build.WORDS:
             part, part_odd, part_maximum, part_total = _by_words(
-                q_tile, rings.q.index(place * 2 + 1), k_tile, v_tile, p_tile, across, of_k, rings.scales, stage, tile,
-                start, query, scoring, v_full, phase, build,
+                q_tile, rings.q.index(place * 2 + 1), k_tile, v_tile, p_tile, warp_partials, of_k, rings.scales, stage,
+                tile, start, query, scoring, v_full, phase, build,
             )  # fmt: skip
-        elif build.UPRIGHT:
+        elif build.QUERIES_AS_ROWS:
             part, part_maximum, part_total = _by_rows(
                 q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED
             )  # fmt: skip
         else:
             part, part_maximum, part_total = _by_columns(
-                q_tile, k_tile, v_tile, p_tile, across, tile, start, query, scoring, v_full, phase, build, PADDED
+                q_tile, k_tile, v_tile, p_tile, warp_partials, tile, start, query, scoring, v_full, phase, build, PADDED
             )  # fmt: skip
         mbarrier.arrive(rings.empty.index(stage), count=1)
         if build.WORDS:
@@ -228,23 +229,23 @@ def _attended(
 @gluon.jit
 def consumer(
     o, lse, num_heads, num_q, group, width, window, scale_log2, switches, k_scale, v_scale, sums, maxima, slot_rows,
-    workspace, coarse_from, rings, p_tile, across, of_quads, k_tiles, v_tiles, build, PADDED: gl.constexpr,
+    workspace, min_span_items, rings, p_tile, warp_partials, item_sums, k_tiles, v_tiles, build, PADDED: gl.constexpr,
     CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = build.BLOCK_M
     BLOCK_D: gl.constexpr = build.BLOCK_D
-    UPRIGHT: gl.constexpr = build.UPRIGHT
-    KEYS: gl.constexpr = 1 if UPRIGHT else 0  # the axis of keys in scores, and of columns in sums
+    QUERIES_AS_ROWS: gl.constexpr = build.QUERIES_AS_ROWS
+    KEYS: gl.constexpr = 1 if QUERIES_AS_ROWS else 0  # the axis of keys in scores, and of columns in sums
     acc_layout: gl.constexpr = _sums_layout(build)
-    out_layout: gl.constexpr = acc_layout if UPRIGHT else lines_layout(build)
+    out_layout: gl.constexpr = acc_layout if QUERIES_AS_ROWS else lines_layout(build)
     started((rings.k_full, rings.v_full, rings.empty), build.STAGES)
-    parts = parts_of(sums, maxima, slot_rows, workspace, coarse_from, build, BLOCK_M, out_layout)
+    parts = parts_of(sums, maxima, slot_rows, workspace, min_span_items, build, BLOCK_M, out_layout)
     step, turn = 0, 0
     place, phase_of_item, row = awaited(rings, turn, build)
     while row >= 0:
-        begin, end = told(rings, place, 2, build), told(rings, place, 3, build)
-        keys = told(rings, place, 4, build)
-        item = item_told(rings, place, row, width, build)
+        begin, end = read_field(rings, place, 2, build), read_field(rings, place, 3, build)
+        keys = read_field(rings, place, 4, build)
+        item = read_item(rings, place, row, width, build)
         kv_head = item.inner
         packed = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(KEYS, _scores_layout(build)))
         query = packed // group
@@ -259,7 +260,7 @@ def consumer(
         of_k = 1.0
         if build.SCALES == 1:
             of_k = gl.load(k_scale + kv_head)
-        tiles = k_tiles, v_tiles, p_tile, across
+        tiles = k_tiles, v_tiles, p_tile, warp_partials
         mbarrier.wait(rings.q_full.index(place), phase_of_item)
         if build.QUAD == build.SPAN:
             step, acc, odd, maximum, total = _attended(
@@ -275,27 +276,27 @@ def consumer(
                 )  # fmt: skip
                 if build.WORDS:
                     odd, _, _ = _fold_sums(odd, maximum, total, part_odd, part_maximum, part_total, build)
-                if UPRIGHT:  # sums of two levels do not fit into registers
+                if QUERIES_AS_ROWS:  # sums of two levels do not fit into registers
                     if first > begin:
                         part, part_maximum, part_total = _fold_sums(
-                            of_quads.load(acc_layout), maximum, total, part, part_maximum, part_total, build
+                            item_sums.load(acc_layout), maximum, total, part, part_maximum, part_total, build
                         )  # fmt: skip
                     if last < end:
-                        of_quads.store(part)
+                        item_sums.store(part)
                     acc, maximum, total = part, part_maximum, part_total
                 else:
                     acc, maximum, total = _fold_sums(acc, maximum, total, part, part_maximum, part_total, build)
-        if told(rings, place, 5, build) > 0:  # it covers the last tile's page too
+        if read_field(rings, place, 5, build) > 0:  # it covers the last tile's page too
             gl.store(workspace, 1)
             total = total + float("nan")
-        if not UPRIGHT:
+        if not QUERIES_AS_ROWS:
             acc = gl.permute(acc, (1, 0))
             if build.WORDS:
                 acc = gl.reshape(gl.join(acc, gl.permute(odd, (1, 0))), [BLOCK_M, BLOCK_D])
             acc = gl.convert_layout(acc, out_layout)
             maximum = gl.convert_layout(maximum, gl.SliceLayout(1, out_layout))
             total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
-        if handed(acc, maximum, total, item, parts):
+        if store_part_unless_whole(acc, maximum, total, item, parts):
             store_item(
                 acc, maximum, total, o, lse, switches.sinks, v_scale, item, group, num_q, num_heads, parts, build
             )

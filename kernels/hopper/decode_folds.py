@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..portable.split import (
     Item,
     Parts,
-    collected,
     fold,
+    fold_by_quads,
     is_flat,
     is_whole,
     last_of,
@@ -22,7 +22,7 @@ from ..portable.split import (
     store_row,
 )
 from . import tma
-from .decode_loads import awaited, in_flight, lines_of, shares_folds, started, told
+from .decode_loads import awaited, in_flight, lines_of, read_field, shares_folds, started
 
 
 @gluon.constexpr_function
@@ -31,20 +31,21 @@ def lines_layout(build):
 
 
 @gluon.jit
-def parts_of(sums, maxima, slot_rows, workspace, coarse_from, build, LINES: gl.constexpr, layout: gl.constexpr):
+def parts_of(sums, maxima, slot_rows, workspace, min_span_items, build, LINES: gl.constexpr, layout: gl.constexpr):
     lines = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
     return Parts(
-        sums, maxima, slot_rows, workspace, coarse_from, lines, columns, build.BLOCK_M, build.BLOCK_D, build.QUAD,
+        sums, maxima, slot_rows, workspace, min_span_items, lines, columns, build.BLOCK_M, build.BLOCK_D, build.QUAD,
         build.SPAN, build.GROUPS, True, in_flight(build),
     )  # fmt: skip
 
 
 @gluon.jit
-def item_told(rings, place, row, width, build):
-    kv_head, item, size = told(rings, place, 1, build), told(rings, place, 6, build), told(rings, place, 7, build)
-    tiles, place_in_row = told(rings, place, 8, build), told(rings, place, 9, build)
-    spans_before = told(rings, place, 10, build)
+def read_item(rings, place, row, width, build):
+    kv_head, item = read_field(rings, place, 1, build), read_field(rings, place, 6, build)
+    size = read_field(rings, place, 7, build)
+    tiles, place_in_row = read_field(rings, place, 8, build), read_field(rings, place, 9, build)
+    spans_before = read_field(rings, place, 10, build)
     return Item(item, size, row, kv_head, width, tiles, place_in_row, spans_before)
 
 
@@ -59,9 +60,9 @@ def store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, 
 
 
 @gluon.jit
-def _collected_beside(first, step, count, few, here, there):
-    """`collected` of the lines `here`. Where the parts are few, at most one quad, also that of as many lines `there`,
-    so that two quads are in flight in both cases."""
+def _fold_by_quads_beside(first, step, count, few, here, there):
+    """`fold_by_quads` of the lines `here`. Where the parts are few, at most one quad, also that of as many lines
+    `there`, so that two quads are in flight in both cases."""
     acc, maximum, total = nothing(here)
     other, other_maximum, other_total = nothing(here)
     ahead = (1 - few) * here.QUAD
@@ -91,12 +92,12 @@ def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, grou
     """Fold a share of the lines of a level's parts from memory. Stores the result as `_hand_on` does."""
     first, step, count, to = slots
     LINES: gl.constexpr = lines_of(build)
-    if in_flight(build) > build.QUAD and build.UPRIGHT:
+    if in_flight(build) > build.QUAD and build.QUERIES_AS_ROWS:
         few = gl.where(count <= build.QUAD, 1, 0)
         at_once = LINES * (1 + few)
         for line in range(share * at_once, parts.rows, shares * at_once):
             here, there = lines_from(line, parts), lines_from(line + few * LINES, parts)
-            acc, maximum, total, other, other_maximum, other_total = _collected_beside(
+            acc, maximum, total, other, other_maximum, other_total = _fold_by_quads_beside(
                 first, step, count, few, here, there
             )
             for half in range(1 + few):
@@ -109,12 +110,12 @@ def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, grou
     else:
         for line in range(share * LINES, parts.rows, shares * LINES):
             here = lines_from(line, parts)
-            acc, maximum, total = collected(first, step, count, here)
+            acc, maximum, total = fold_by_quads(first, step, count, here)
             _hand_on(level, to, acc, maximum, total, item, here, o, lse, sinks, v_scale, group, num_q, num_heads, build)
 
 
 @gluon.jit
-def _folded_together(
+def _fold_together(
     level, slots, shares, turn, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build
 ):  # fmt: skip
     """Fold a level by the last `shares` programs to arrive, some lines each. Returns whether this program goes on to
@@ -144,18 +145,18 @@ def _folded_together(
 
 @gluon.jit
 def collector(
-    o, lse, sinks, v_scale, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, coarse_from, rings,
+    o, lse, sinks, v_scale, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, min_span_items, rings,
     build,
 ):  # fmt: skip
     started((rings.item_full, rings.item_empty, rings.q_full, rings.stored), build.ITEMS)
-    parts = parts_of(sums, maxima, slot_rows, workspace, coarse_from, build, lines_of(build), lines_layout(build))
+    parts = parts_of(sums, maxima, slot_rows, workspace, min_span_items, build, lines_of(build), lines_layout(build))
     turn = 0
     place, phase, row = awaited(rings, turn, build)
     while row >= 0:
-        item = item_told(rings, place, row, width, build)
+        item = read_item(rings, place, row, width, build)
         most = 1
         if shares_folds(build):
-            most = gl.where(told(rings, place, 11, build) > 0, gl.cdiv(parts.rows, lines_of(build)), 1)
+            most = gl.where(read_field(rings, place, 11, build) > 0, gl.cdiv(parts.rows, lines_of(build)), 1)
         mbarrier.wait(rings.stored.index(place), phase)
         mbarrier.arrive(rings.item_empty.index(place), count=1)
         if is_whole(item, parts) == 0:
@@ -164,7 +165,7 @@ def collector(
                 at, count, first, step, to = level_of(level, item, parts)
                 if last & (count > 1):
                     if shares_folds(build):
-                        last = _folded_together(
+                        last = _fold_together(
                             level, (first, step, count, to), gl.minimum(most, count), workspace + at, item, parts, o,
                             lse, sinks, v_scale, group, num_q, num_heads, build,
                         )  # fmt: skip

@@ -77,7 +77,7 @@ class Build:
     STAGES: gl.constexpr
     ITEMS: gl.constexpr  # places of the ring of items
     APPEND: gl.constexpr
-    UPRIGHT: gl.constexpr  # queries are the rows of products, in place of keys
+    QUERIES_AS_ROWS: gl.constexpr  # queries are the rows of products, in place of keys
     COLUMNS: gl.constexpr  # of a tile: BLOCK_D, or half as many words of two where the cache has 8 bits
     WORDS: gl.constexpr  # the cache has 8 bits
     INT8: gl.constexpr  # int8, not e4m3
@@ -116,14 +116,14 @@ def fields_of(build):
 
 
 @gluon.jit
-def _tell(rings, place, FIELD: gl.constexpr, value, build):
+def _write_field(rings, place, FIELD: gl.constexpr, value, build):
     """Write a field of an item's description. Called by the producer's one warp."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     rings.items.index(place * fields_of(build) + FIELD).store(gl.full([1], value, gl.int32, one))
 
 
 @gluon.jit
-def told(rings, place, FIELD: gl.constexpr, build, WARPS: gl.constexpr = 4):
+def read_field(rings, place, FIELD: gl.constexpr, build, WARPS: gl.constexpr = 4):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(rings.items.index(place * fields_of(build) + FIELD).load(one), 0)
 
@@ -144,7 +144,7 @@ def awaited(rings, turn, build, WARPS: gl.constexpr = 4):
     """Wait for the description of the turn's item: (its place in the ring, the phase of its barriers, its row)."""
     place, phase = slot(turn, build.ITEMS)
     mbarrier.wait(rings.item_full.index(place), phase)
-    return place, phase, told(rings, place, 0, build, WARPS)
+    return place, phase, read_field(rings, place, 0, build, WARPS)
 
 
 @gluon.jit
@@ -245,7 +245,7 @@ def _scales_at(tile, start, keys, row, kv_head, pad, pages, cache, build):
 
 @gluon.jit
 def producer(
-    k_desc, v_desc, seqlens, leftpad, num_rows, num_q, capacity, window_left, workspace, coarse_from, width, cache,
+    k_desc, v_desc, seqlens, leftpad, num_rows, num_q, capacity, window_left, workspace, min_span_items, width, cache,
     rings, build, PADDED: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = build.BLOCK_K
@@ -260,7 +260,7 @@ def producer(
         seqlens, leftpad, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, build.QUAD, build.SPAN, build.APPEND,
         PADDED,
     )  # fmt: skip
-    size, num_items = cut(width, coarse_from, batch)
+    size, num_items = cut(width, min_span_items, batch)
     started((), 0, 1)  # the other roles have initialized their barriers meanwhile
     programs = gl.num_programs(0)
     step, turn = 0, 0
@@ -299,7 +299,7 @@ def producer(
                 single = gl.where(num_items <= programs, 1, 0)  # a field only where folds are shared
                 fields = row, kv_head, begin, end, keys, fault, item, size, tiles, place_in_row, spans_before, single
                 for field in gl.static_range(fields_of(build)):
-                    _tell(rings, place, field, fields[field], build)
+                    _write_field(rings, place, field, fields[field], build)
                 mbarrier.arrive(rings.item_full.index(place), count=1)
             stage, phase = slot(step, build.STAGES)
             mbarrier.wait(rings.empty.index(stage), phase ^ 1)
@@ -307,7 +307,7 @@ def producer(
             if build.SCALES == 2:
                 tma.gather(cache.k_scale + at_scale, scaled, rings.scales.index(stage * 2))
                 tma.gather(cache.v_scale + at_scale, scaled, rings.scales.index(stage * 2 + 1))
-                tma.tell_gathered(k_full)  # zeros where there is no key
+                tma.arrive_when_gathered(k_full)  # zeros where there is no key
             mbarrier.expect(k_full, BLOCK_K * build.COLUMNS * 2)
             for piece in gl.static_range(PIECES):
                 line, at = places[piece]
@@ -322,14 +322,14 @@ def producer(
                     box = (stage * HALVES + half) * PIECES + piece
                     tma.load(v_desc, [line, kv_head, at, half * HALF], v_full, _as_box(rings.v.index(box), v_desc))
             if PAGE > 0:
-                _tell(rings, place, 5, fault, build)
+                _write_field(rings, place, 5, fault, build)
             mbarrier.expect(v_full, BLOCK_K * build.COLUMNS * 2)  # last, so that v_full publishes the fault too
             step += 1
         item = following
         turn += 1
     place, phase = slot(turn, build.ITEMS)
     mbarrier.wait(rings.item_empty.index(place), phase ^ 1)
-    _tell(rings, place, 0, -1, build)
+    _write_field(rings, place, 0, -1, build)
     mbarrier.arrive(rings.item_full.index(place), count=1)
 
 
@@ -352,7 +352,7 @@ def fetcher(q, q_strides, group, num_q, rings, build):
     turn = 0
     place, _, row = awaited(rings, turn, build, 1)
     while row >= 0:
-        first_head = told(rings, place, 1, build, 1) * group
+        first_head = read_field(rings, place, 1, build, 1) * group
         of_row = q + row.to(gl.int64) * q_strides[0]
         for box in range(boxes):
             packed = box * BOX + lines
@@ -371,7 +371,7 @@ def fetcher(q, q_strides, group, num_q, rings, build):
                     keep = (query < num_q)[:, None] & (column < build.HEAD_DIM)[None, :]
                     to = rings.q_boxes.index(first + half * (build.BLOCK_M // BOX))
                     tma.gather(rows[:, None] + column[None, :], keep, to)
-        tma.gathered()
+        tma.wait_for_gathers()
         mbarrier.arrive(rings.q_full.index(place), count=1)
         turn += 1
         place, _, row = awaited(rings, turn, build, 1)

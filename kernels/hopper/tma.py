@@ -131,7 +131,7 @@ def gather(pointers, keep, shared):
 
 
 @gluon.jit
-def gathered():
+def wait_for_gathers():
     """Wait for this warp's gathers, and make them visible to products in the roles that it then signals. Called by one
     warp."""
     async_copy.commit_group()
@@ -140,7 +140,7 @@ def gathered():
 
 
 @gluon.jit
-def tell_gathered(barrier):
+def arrive_when_gathered(barrier):
     """Let the mbarrier's phase, in which another arrival is still due, end only when this warp's gathers are done."""
     async_copy.mbarrier_arrive(barrier)
 

@@ -23,7 +23,7 @@ from ..launch import Launch, Plan, Switches, dot_precision, padded, plan_of, run
 from ..replay import Repeated
 from .cached import Cached, append, bad_pages, kept_keys, key_pointers
 from .scores import Scoring, logits_of, slope_of
-from .split import ROWS_BLOCK, Batch, Item, Parts, cut, extent, fold, gathered, row_of, store_row
+from .split import ROWS_BLOCK, Batch, Item, Parts, cut, extent, fold, fold_row, row_of, store_row
 from .tiles import LOG2_E, Mask, mask_scores
 from .tuning import DecodeTile, cut_for, decode_memory, decode_rows, decode_tile, fitting
 from .widen import widened
@@ -34,7 +34,7 @@ IN_FLIGHT = tl.constexpr(4)
 NOT_SPECIALIZED = (
     "q_batch", "q_head", "q_token", "cache_row", "cache_head", "cache_slot", "new_batch", "new_head", "new_token",
     "scale_row", "scale_head", "scale_slot", "table_row", "num_rows", "num_heads", "num_kv_heads", "num_q",
-    "capacity", "num_pages", "slot_rows", "coarse_from", "window_left", "window_right",
+    "capacity", "num_pages", "slot_rows", "min_span_items", "window_left", "window_right",
 )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def flash_decode_kernel(
     capacity,  # S, or PAGE times the width of the block table
     num_pages,
     slot_rows,  # min(BLOCK_M, Nq * Hq // Hkv)
-    coarse_from,  # from this many spans on an item is a span; fewer spans have at most SPAN times as many parts
+    min_span_items,  # from this many spans on an item is a span; fewer spans have at most SPAN times as many parts
     window_left,  # NEVER without a window
     window_right,  # read only where LOCAL
     scale_log2,  # scale * log2(e), positive
@@ -160,11 +160,11 @@ def flash_decode_kernel(
     group = num_heads // num_kv_heads
     row_blocks = tl.cdiv(group * num_q, BLOCK_M)
     width = num_kv_heads * row_blocks  # items per tile, or per span, of keys
-    size, num_items = cut(width, coarse_from, batch)
+    size, num_items = cut(width, min_span_items, batch)
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK_D)
     parts = Parts(
-        sums, maxima, slot_rows, workspace, coarse_from, tl.arange(0, BLOCK_M), columns, BLOCK_M, BLOCK_D, QUAD,
+        sums, maxima, slot_rows, workspace, min_span_items, tl.arange(0, BLOCK_M), columns, BLOCK_M, BLOCK_D, QUAD,
         SPAN, GROUPS, False, IN_FLIGHT,
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def flash_decode_kernel(
         total = tl.where(fault, float("nan"), total)
 
         taken = Item(item, size, row, inner, width, tiles, place, spans_before)
-        done, acc, maximum, total = gathered(acc, maximum, total, taken, parts)
+        done, acc, maximum, total = fold_row(acc, maximum, total, taken, parts)
         if done:
             store_row(
                 acc, maximum, total, o, lse, switches.sinks, v_scale + kv_head if SCALES == 1 else None, row, query,
@@ -329,7 +329,7 @@ def decode_launches(options: Options, tile: DecodeTile, cache: dict[str, int], *
     (batch, num_heads, num_q, head_dim), (_, num_kv_heads, page, _) = q.shape, k_cache.shape
     table = given["block_table"]
     unit, cache_unit = _unit(q, k_new, given["v_new"]), _unit(k_cache)
-    programs, coarse_from = cut_for(q.device, tile)
+    programs, min_span_items = cut_for(q.device, tile)
     # each product then runs over half of the columns, which must be at least 16
     words = k_cache.element_size() == 1 and q.element_size() == 2 and head_dim > 16 and head_dim % 2 == 0
     words &= cache_unit > 1 and all(given[name].data_ptr() % 16 == 0 for name in ("k_cache", "v_cache"))
@@ -345,7 +345,7 @@ def decode_launches(options: Options, tile: DecodeTile, cache: dict[str, int], *
     arguments = (
         *tensors, *strides, 0 if table is None else table.stride(0),
         batch, num_heads, num_kv_heads, num_q, capacity, k_cache.shape[0],
-        given["sums"].shape[1], coarse_from, left, right, options.scale * LOG2_E.value, switches,
+        given["sums"].shape[1], min_span_items, left, right, options.scale * LOG2_E.value, switches,
     )  # fmt: skip
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim),

@@ -56,7 +56,7 @@ class Parts:
     maxima: tl.tensor  # (slots, 2, BLOCK_M)
     rows: tl.tensor  # of a slot
     workspace: tl.tensor  # of the launch
-    coarse_from: tl.tensor  # how many spans have arrival counters of their own, and slots for their parts
+    min_span_items: tl.tensor  # how many spans have arrival counters of their own, and slots for their parts
     lines: tl.tensor  # 0 .. BLOCK_M - 1
     columns: tl.tensor  # 0 .. BLOCK_D - 1
     BLOCK_M: tl.constexpr
@@ -100,10 +100,10 @@ def _parts_in(tiles, size, QUAD: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def cut(width, coarse_from, batch):
+def cut(width, min_span_items, batch):
     """Cut the batch into the largest items of which there are enough. Returns (tiles of an item, number of items).
 
-    `coarse_from` spans are enough, or half as many quads: the fewer parts a row has, the sooner they are folded."""
+    `min_span_items` spans are enough, or half as many quads: the fewer parts a row has, the sooner they are folded."""
     tiles, quads, spans = 0, 0, 0
     for first in range(0, batch.num_rows, ROWS_BLOCK):
         here = _tiles(first, batch)
@@ -112,9 +112,9 @@ def cut(width, coarse_from, batch):
         spans += tl.sum(tl.cdiv(here, batch.SPAN), 0)
     size, units = 1, tiles
     if batch.QUAD < batch.SPAN:
-        by_quad = quads * width * 2 >= coarse_from
+        by_quad = quads * width * 2 >= min_span_items
         size, units = tl.where(by_quad, batch.QUAD, 1), tl.where(by_quad, quads, tiles)
-    by_span = spans * width >= coarse_from
+    by_span = spans * width >= min_span_items
     return tl.where(by_span, batch.SPAN, size), tl.where(by_span, spans, units) * width
 
 
@@ -182,7 +182,7 @@ def part_in(slot, known, parts):
 
 
 @triton.jit
-def folded(slot, step, count, parts):
+def fold_parts(slot, step, count, parts):
     """Fold `count` parts from memory, in their order; each lies `step` slots after the one before."""
     acc, maximum, total = nothing(parts)
     for first in range(0, count, parts.IN_FLIGHT):
@@ -235,13 +235,13 @@ def is_flat(item, parts):
 
 
 @triton.jit
-def handed(acc, maximum, total, item, parts):
-    """Return `is_whole`; where it is false, store the item's result for `collected` to read."""
+def store_part_unless_whole(acc, maximum, total, item, parts):
+    """Return `is_whole`; where it is false, store the item's result for `fold_by_quads` to read."""
     whole = is_whole(item, parts)
     if whole == 0:
         span = _span_of(item, parts)
         own = is_flat(item, parts) | (_parts_of_span(item, span, parts) > 1)
-        of_span = parts.coarse_from * parts.SPAN + (item.spans_before + span) * item.width + item.inner
+        of_span = parts.min_span_items * parts.SPAN + (item.spans_before + span) * item.width + item.inner
         put(tl.where(own, item.number, of_span), acc, maximum, total, parts)
     return whole
 
@@ -252,13 +252,13 @@ def level_of(level, item, parts):
     (1), the groups or all parts of the row (2). Returns (offset of the level's arrival counter in the workspace,
     number of parts, slot of the first, slots from one to the next, slot of the result)."""
     width, inner = item.width, item.inner
-    turn = 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
+    turn = 2 + parts.min_span_items + (item.row * width + inner) * (parts.GROUPS + 1)
     first, step, count, to = item.number - item.place * width, width, _parts_of_row(item, parts), 0
     if not (parts.FLAT and is_flat(item, parts)):
         spans, span = tl.cdiv(item.tiles, parts.SPAN), _span_of(item, parts)
         spans_of_group = tl.cdiv(spans, parts.GROUPS)
         group = span // spans_of_group
-        first_span = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
+        first_span = parts.min_span_items * parts.SPAN + item.spans_before * width + inner
         if level == 0:
             first += span * (parts.SPAN // item.size) * width
             count = _parts_of_span(item, span, parts)
@@ -287,7 +287,7 @@ def quad_from(begin, first, step, count, parts):
 
 
 @triton.jit
-def collected(first, step, count, parts):
+def fold_by_quads(first, step, count, parts):
     """Fold `count` parts from memory: QUAD of them at a time into one, then those, as tiles are folded."""
     QUADS: tl.constexpr = parts.IN_FLIGHT // parts.QUAD
     acc, maximum, total = nothing(parts)
@@ -300,7 +300,7 @@ def collected(first, step, count, parts):
     else:
         for begin in range(0, count, parts.QUAD):
             here = tl.minimum(count - begin, parts.QUAD)
-            part, part_maximum, part_total = folded(first + begin * step, step, here, parts)
+            part, part_maximum, part_total = fold_parts(first + begin * step, step, here, parts)
             acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
     return acc, maximum, total
 
@@ -309,13 +309,13 @@ def collected(first, step, count, parts):
 def lines_from(first, parts):
     """Return the same `Parts` from line `first` of their slots on."""
     return Parts(
-        parts.sums, parts.maxima, parts.rows, parts.workspace, parts.coarse_from, parts.lines + first, parts.columns,
+        parts.sums, parts.maxima, parts.rows, parts.workspace, parts.min_span_items, parts.lines + first, parts.columns,
         parts.BLOCK_M, parts.BLOCK_D, parts.QUAD, parts.SPAN, parts.GROUPS, parts.FLAT, parts.IN_FLIGHT,
     )  # fmt: skip
 
 
 @triton.jit
-def gathered(acc, maximum, total, item, parts):
+def fold_row(acc, maximum, total, item, parts):
     """Fold an item's result with those of its row. At each level the last program to arrive folds. Returns (whether
     this program arrived last and has the row's result, the row's sums, maxima, denominators)."""
     done, own = item.row >= 0, item.number
@@ -325,7 +325,7 @@ def gathered(acc, maximum, total, item, parts):
             put(own, acc, maximum, total, parts)
             done = last_of(parts.workspace + turn, count)
             if done:
-                acc, maximum, total = folded(first, step, count, parts)
+                acc, maximum, total = fold_parts(first, step, count, parts)
         own = to
     return done, acc, maximum, total
 

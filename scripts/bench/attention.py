@@ -35,7 +35,7 @@ from kernels import (
     naive_attention_varlen,
 )
 from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, refuse_uneven_heads, sdpa, tensors
-from scripts.bench.clock import Milliseconds, asked_in, facts_as_errors, free, measure, peak_gib, turns
+from scripts.bench.clock import Milliseconds, failures_as_rows, free, host_seconds, measure, peak_gib, turns
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -165,14 +165,14 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
             if which == "forward" and name in BACKWARD_ONLY:
                 continue
             row = {"attention": name, "pass": which, **asdict(cell)}
-            with facts_as_errors(row, NotImplementedError, *refusal(name)):
+            with failures_as_rows(row, NotImplementedError, *refusal(name)):
                 call, facts = prepared(name, cell, which, device)
                 row |= facts
                 ready.append((row, call, []))
             rows.append(row)
         for order in turns(ready, bench.rounds):
             for row, call, rounds in order:
-                with facts_as_errors(row, *refusal(row["attention"])):
+                with failures_as_rows(row, *refusal(row["attention"])):
                     rounds.append(measure(call, device, bench.budget_ms / bench.rounds, with_host=False))
         for row, call, rounds in ready:
             if "error" in row:
@@ -237,7 +237,7 @@ def python_us(call: Callable[[], object]) -> float:
     """The host's time in Python for a call on a GPU, in microseconds: calls are queued and none is waited for."""
     call()
     torch.cuda.synchronize()
-    seconds = asked_in(call, CALLS)
+    seconds = host_seconds(call, CALLS)
     torch.cuda.synchronize()
     return 1e6 * seconds
 

@@ -30,7 +30,7 @@ from model.attention import flash
 from model.cache import EIGHT_BIT_DTYPES
 from scripts.bench.clock import Graph, Milliseconds, measure
 from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, set_up_gpu, table
-from scripts.variants import exit_if_asked
+from scripts.variants import exit_if_stopped
 from train import train
 from training.checkpoint import open_checkpoint
 from training.curves import picture
@@ -81,7 +81,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     report = Report("cache_bits", run_dir, hardware.description)
     dtypes = {str(hardware.dtype).removeprefix("torch."): hardware.dtype} | EIGHT_BIT_DTYPES
     if settings.init_from is None:
-        exit_if_asked(train(settings, run_dir / "trained"))
+        exit_if_stopped(train(settings, run_dir / "trained"))
     path = settings.init_from or str(run_dir / "trained" / "checkpoints" / "last")
     uncached, losses = held_out(settings, path, dtypes)
     for name, dtype in dtypes.items():

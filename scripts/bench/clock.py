@@ -68,7 +68,7 @@ def measure(
         for _ in range(_WARMUP):
             call()
         (first,) = spans(call, device, 1, cold.zero_)
-        fills = 1 if with_host else math.ceil(_AHEAD * asked_in(call) / spans(cold.zero_, device, 1)[0])
+        fills = 1 if with_host else math.ceil(_AHEAD * host_seconds(call) / spans(cold.zero_, device, 1)[0])
 
         def before() -> None:
             for _ in range(fills):
@@ -81,7 +81,7 @@ def measure(
     return Milliseconds(statistics.median(times), p99(times), len(times))
 
 
-def asked_in(call: Callable[[], object], calls: int = 1) -> float:
+def host_seconds(call: Callable[[], object], calls: int = 1) -> float:
     """Seconds that the host takes to queue a call on an idle GPU: the mean of `calls`, none of which is waited for."""
     began = time.perf_counter()
     for _ in range(calls):
@@ -124,7 +124,7 @@ def p99(times: Iterable[float]) -> float:
     return times[-(-99 * len(times) // 100) - 1]
 
 
-def of_tokens(
+def token_throughput(
     call: Callable[[], object],
     count: int,
     device: torch.device,
@@ -213,7 +213,7 @@ def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
 
 
 @contextmanager
-def facts_as_errors(row: dict[str, Any], *also: type[Exception]) -> Iterator[None]:
+def failures_as_rows(row: dict[str, Any], *also: type[Exception]) -> Iterator[None]:
     """Store a failure that is itself a result as the row's `error`: out of memory, and the first line of an exception
     of the types `also`."""
     try:

@@ -34,7 +34,7 @@ from kernels import flash_attention_with_kvcache, kvcache_workspace
 from kernels.device import num_sms
 from model.cache import EIGHT_BIT_DTYPES
 from scripts.bench.calls import SDPA, refusal, sdpa
-from scripts.bench.clock import GraphClock, facts_as_errors
+from scripts.bench.clock import GraphClock, failures_as_rows
 from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, set_up_gpu, table
 from training.curves import picture
 from training.hardware import HardwareConfig
@@ -166,7 +166,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     report.more = {"read_bytes_per_second": bandwidth}
     for cell in chosen:
         row = cell.row
-        with facts_as_errors(row, *refusal(cell.attention)):
+        with failures_as_rows(row, *refusal(cell.attention)):
             row["us"] = machine.microseconds(cell)
             row["tb_per_s"] = cell.kv_bytes / row["us"] / 1e6
             row["of_read"] = row["tb_per_s"] * 1e12 / bandwidth

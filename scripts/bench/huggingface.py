@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from conf.program import program
-from scripts.bench.clock import facts_as_errors, laps, of_tokens, p99
+from scripts.bench.clock import failures_as_rows, laps, p99, token_throughput
 from scripts.bench.report import Columns, Report, refuse_out_of_range, refuse_unknown, set_up_gpu, table
 from training.hardware import HardwareConfig
 
@@ -60,7 +60,7 @@ def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
     for part in settings.parts:
         for name in settings.attention:
             row = {"part": part, "attention": name}
-            with facts_as_errors(row, ImportError):
+            with failures_as_rows(row, ImportError):
                 row["kernels"] = choose(model, name, hardware.device)
                 row |= PARTS[part](model, settings, hardware.device)
             report.add(row)
@@ -149,7 +149,7 @@ def prefill(model: Any, settings: HuggingFaceBenchSettings, device: torch.device
         with torch.no_grad():
             model(ids, attention_mask=mask, logits_to_keep=1, use_cache=True)
 
-    return of_tokens(call, ids.numel(), device, settings.budget_ms)
+    return token_throughput(call, ids.numel(), device, settings.budget_ms)
 
 
 def step(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
@@ -161,7 +161,7 @@ def step(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
 
-    return of_tokens(call, ids.numel(), device, settings.budget_ms)
+    return token_throughput(call, ids.numel(), device, settings.budget_ms)
 
 
 def decode(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conf.program import program
 from kernels import cross_entropy, linear_cross_entropy
-from scripts.bench.clock import facts_as_errors, measure, peak_gib
+from scripts.bench.clock import failures_as_rows, measure, peak_gib
 from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, set_up_gpu, table
 from training.hardware import Hardware, HardwareConfig
 
@@ -47,7 +47,7 @@ def main(settings: LossBenchSettings, run_dir: Path) -> None:
     exact = exact_results(settings, *inputs)
     for name, loss in implementations(settings):
         row = {"name": name}
-        with facts_as_errors(row):
+        with failures_as_rows(row):
             row |= measured(settings, loss, hardware, exact, *inputs)
         report.add(row)
     report.finish(table(report.rows, NAMES, FIGURES, TITLE.format_map(report.more), CAPTION))

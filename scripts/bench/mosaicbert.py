@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from conf.program import program
 from kernels import flash_attention_varlen
 from model.mosaicbert import alibi_slopes, patch
-from scripts.bench.clock import facts_as_errors, of_tokens
+from scripts.bench.clock import failures_as_rows, token_throughput
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -80,10 +80,12 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
             for part in parts(name, seq_len == settings.all_parts_at):
                 row = {"part": part, "lengths": lengths, "attention": name, "seq_len": seq_len, "rows": len(ids)}
                 row["tokens"] = tokens
-                with facts_as_errors(row):
+                with failures_as_rows(row):
                     call = prepare(part, name, model, ids, mask)
                     network = part in NETWORK  # attention alone ends before a slow host has queued all of it
-                    row |= of_tokens(call, tokens, hardware.device, settings.budget_ms, runs=200, with_host=network)
+                    row |= token_throughput(
+                        call, tokens, hardware.device, settings.budget_ms, runs=200, with_host=network
+                    )
                 report.add(row)
                 call = None  # it holds on to its tensors
             del model

@@ -22,7 +22,7 @@ from conf.schema import Settings
 from model import ATTENTION, GPTConfig, build_model, resolve_model
 from model.recompute import MODES
 from scripts.bench.calls import SDPA, held_to, refusal
-from scripts.bench.clock import Parts, facts_as_errors, free, laps
+from scripts.bench.clock import Parts, failures_as_rows, free, laps
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_out_of_range, refuse_unknown, table
 from scripts.bench.saving import save_cost
 from training.graph import BEFORE_REPLAY
@@ -155,7 +155,7 @@ def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir
     except DoesNotFit as error:
         return row | {"micro_batch": None, "error": "out of memory", "why": str(error)}
     row |= {"micro_batch": chosen.micro_batch, "graphs": chosen.graphs}
-    with facts_as_errors(row, *refusal(attention)), held_to(attention):
+    with failures_as_rows(row, *refusal(attention)), held_to(attention):
         row |= figures(settings, chosen, run_dir)
     torch.compiler.reset()
     free(hardware.device)
