@@ -72,7 +72,7 @@ class Options(NamedTuple):
 
     @property
     def crowded(self) -> bool:
-        """Whether the block mask, of about as many queries as keys, visits a third of its blocks or more."""
+        """Whether the block mask, of about as many queries as keys, visits about 0.3 of its blocks or more."""
         batch, heads, rows, _ = self.mask_starts.shape  # n x n blocks: 8/3 n rows; a visited block is in 8/3 lists
         return 9 * self.mask_visits.shape[0] > batch * heads * rows**2
 

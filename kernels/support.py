@@ -52,7 +52,8 @@ SDPA = "PyTorch's scaled_dot_product_attention (model.attention=sdpa)"
 
 @dataclass(frozen=True)
 class Implementation:
-    """What one implementation can do: every feature named here, in every dtype named here, in both passes."""
+    """What one implementation can do: every feature named here, in every dtype named here, in both passes
+    ("kvcache", attention over a cache, has no backward)."""
 
     features: frozenset[str]
     dtypes: frozenset[torch.dtype]
@@ -75,7 +76,7 @@ IMPLEMENTATIONS = {
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
-# The kernels behind "flash" that are chosen where they can run (and, in the backward, where they are faster).
+# The kernels behind "flash" and attention over a cache: the first that can run (and, in the backward, is faster).
 KERNELS = {
     "hopper": Implementation(
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "varlen", "block_mask"}),

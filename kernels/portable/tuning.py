@@ -162,7 +162,7 @@ _FLOAT32 = {
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How `flash_decode_kernel` cuts a row's keys. The first three, `groups` and `quad` decide a result's bits."""
+    """How the kernels over a cache cut a row's keys. The first three, `groups` and `quad` decide a result's bits."""
 
     block_k: int  # keys in a tile
     span: int  # tiles in a span, the largest item of work

@@ -114,7 +114,7 @@ def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
 def measured(
     attend: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, do: Tensor, runs: int, host: Host
 ) -> tuple[Row, list[Tensor]]:
-    """Milliseconds of forward and of both passes, of the slowest process; and O, dQ, dK, dV."""
+    """Milliseconds of forward and of both passes, of the slowest process, and GiB; and O, dQ, dK, dV."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def both() -> list[Tensor]:
