@@ -27,7 +27,7 @@ from kernels.device import HAS_TRITON
 if not HAS_TRITON:
     sys.exit("error: the tests run kernels, and Triton is not installed, which is made for Linux; run them there")
 
-# files that start processes and wait for them, in turns with long ones that do not: of two workers one has work
+# files that start processes and wait for them, in turns with long ones that do not: some worker always computes
 FIRST = (
     *("test_parallel.py", "test_bad_input.py", "test_slurm.py", "test_hopper.py", "test_survival.py"),
     *("test_memory.py", "test_train.py", "test_resume.py", "test_wandb.py"),
@@ -73,8 +73,9 @@ def compile_a_share(worker: int, workers: int) -> None:
 
 
 def pytest_xdist_auto_num_workers(config):
-    """A process a core; one in all where there is a GPU, whose memory some tests look at."""
-    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    """One more than there are cores, as tests wait for what they start; one where there is a GPU, whose memory some
+    tests look at."""
+    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_modifyitems(items):
