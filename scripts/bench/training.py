@@ -99,7 +99,7 @@ NAMES: Columns = {
     "context": "{seq_len:,}",
 }
 FIGURES: Columns = {
-    "tokens/s": "{tokens_per_second:,}", "ms a step": "{step_ms:.2f}", "MFU": "{mfu:.1%}",
+    "tokens/s": "{tokens_per_second:,}", "ms a step": "{step_ms:.2f}", "MFU of bf16": "{mfu:.1%}",
     "GiB": "{peak_memory_gib:.1f}", "CUDA graphs": "{graphs}",
     "ms without graphs: forward": "{forward_ms:.1f}", "backward": "{backward_ms:.1f}",
     "optimizer": "{optimizer_ms:.1f}",
