@@ -572,7 +572,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(bad_steps.NumberCheck, "look", look)
+    monkeypatch.setattr(bad_steps.NumberCheck, "check_step", look)
     monkeypatch.setattr(stepper, "training_step", strict)
     summary = train(
         small_run(

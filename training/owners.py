@@ -39,7 +39,7 @@ class Owners:
         for owner, direction in zip(self.owners, directions, strict=True):
             is_own = owner == self._world.rank
             update = compute(direction) if is_own else torch.empty_like(direction, dtype=self._dtype)
-            self._world.arrivals += 1
+            self._world.collectives_entered += 1
             arriving.append(dist.broadcast(update, group=self._group, group_src=owner, async_op=True))
             updates.append(update)
         for work in arriving:
@@ -75,7 +75,7 @@ class Owners:
         flat = torch.cat([x.reshape(-1) for xs in sent for x in xs] or [self._none])
         sizes = [[torch.Size(shape).numel() for shape in of_rank] for of_rank in shapes]
         received = flat.new_empty(sum(map(sum, sizes)))
-        self._world.arrivals += 1
+        self._world.collectives_entered += 1
         splits = list(map(sum, sizes)), [sum(x.numel() for x in xs) for xs in sent]
         dist.all_to_all_single(received, flat, *splits, group=self._group)
         pieces = iter(received.split([size for of_rank in sizes for size in of_rank]))
