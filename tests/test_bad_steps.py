@@ -458,7 +458,7 @@ def test_a_spike_is_six_deviations_above_sixteen_losses(before, loss, spikes):
     optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), set_up(HardwareConfig(device="cpu"))
     watching = bad_steps.NumberCheck(optimizer, cpu, lambda line: None)
     for step, value in enumerate([*([1.0, 3.0] * 8)[:before], loss], 1):
-        watching.check_step(step, torch.tensor(value), torch.tensor(1.0), wait=False)
+        watching.bad_step(step, torch.tensor(value), torch.tensor(1.0), wait=False)
     assert watching.spikes == spikes
 
 
@@ -468,7 +468,7 @@ def test_bad_steps_in_a_row_are_counted_from_the_last_good_one():
     watching, one, counts = bad_steps.NumberCheck(optimizer, cpu, lambda line: None), torch.tensor(1.0), []
     for step, is_bad in enumerate((True, True, False, True), 1):
         optimizer.held.fill_(is_bad)
-        if watching.check_step(step, one, one, wait=True):
+        if watching.bad_step(step, one, one, wait=True):
             watching.go_on()
         counts.append((watching.in_a_row, watching.bad_steps))
     assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
@@ -484,7 +484,7 @@ def test_noise_is_no_spike_and_a_jump_is_one_or_two():
     watching = bad_steps.NumberCheck(optimizer, cpu, said.append)
     for step, noise in enumerate(torch.randn(500), 1):
         loss = 3 + 0.1 * noise + (2 if step > 400 else 0)  # a new level
-        watching.check_step(step, loss, loss, wait=False)
+        watching.bad_step(step, loss, loss, wait=False)
     assert watching.spikes in (1, 2, 3)
     assert said[0].startswith("spike      step 401: loss ")
 
@@ -554,9 +554,9 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
     """No call of a step or of its guard waits for the device, but where metrics are read."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    real = bad_steps.NumberCheck.look
+    real = bad_steps.NumberCheck.bad_step
 
-    def look(self, step, *numbers, wait):
+    def bad_step(self, step, *numbers, wait):
         torch.cuda.set_sync_debug_mode("default" if wait else "error")
         try:
             return real(self, step, *numbers, wait=wait)
@@ -572,7 +572,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(bad_steps.NumberCheck, "check_step", look)
+    monkeypatch.setattr(bad_steps.NumberCheck, "bad_step", bad_step)
     monkeypatch.setattr(stepper, "training_step", strict)
     summary = train(
         small_run(

@@ -85,7 +85,7 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     resumed = run_settings(folder, tmp_path, *more, f"resume={tmp_path}/half")
     dataset = open_dataset(resumed.data, resumed.tokenizer)
     config, *_ = resolve_model(resumed.model, "cpu", torch.float32, document_mask=resumed.data.document_mask)
-    assert "after 2 steps" in doctor.goes_on(resumed, model=config, dataset=dataset).text
+    assert "after 2 steps" in doctor.check_resume(resumed, model=config, dataset=dataset).text
     train(resumed, tmp_path / "half")
     assert contents(open_checkpoint(tmp_path / "half")) == contents(open_checkpoint(tmp_path / "whole"))
     # handed on

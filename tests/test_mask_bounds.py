@@ -81,8 +81,8 @@ def test_a_mask_is_what_its_function_says(name):
 @pytest.mark.parametrize("name", sorted(masks(1).keys() - {"images", "bigbird"}))
 def test_only_partial_blocks_are_asked(name, monkeypatch):
     """Of 256 blocks: as many as the mask has partial ones."""
-    asked, real = [], block_masks._asked
-    monkeypatch.setattr(block_masks, "_asked", lambda *given: asked.append(given[2]) or real(*given))
+    asked, real = [], block_masks._evaluate_partial_blocks
+    monkeypatch.setattr(block_masks, "_evaluate_partial_blocks", lambda *given: asked.append(given[2]) or real(*given))
     mask = block_mask(masks(2048, DEVICE)[name], None, None, 2048, 2048, DEVICE)
     assert int(asked[0].sum()) == mask.counts()["partial"] < 150
 

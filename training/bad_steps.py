@@ -88,7 +88,7 @@ class NumberCheck:
         if state:
             self.load_state_dict(state)
 
-    def check_step(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
+    def bad_step(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
         """Record `step` (from 1), and check the steps whose numbers are due; with `wait` all of them.
 
         Wherever the state of the run is used (saved, evaluated, logged), pass `wait`. A returned step is the first that

@@ -111,7 +111,7 @@ def test_what_a_slow_disk_holds_up_has_not_been_left_behind(monkeypatch):
         waited.set()
         join(self, timeout)
 
-    before = soak.check_step(torch.device("cpu"))
+    before = soak.look(torch.device("cpu"))
     monkeypatch.setattr(threading.Thread, "join", joined)
     saver = threading.Thread(target=save, name=SAVER)
     saver.start()
