@@ -75,7 +75,7 @@ def _own(folder: str) -> str:
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """The names in `folder` except the lock file, with the time of each one's last change in ns."""
+    """The names in `folder` except the lock file, with their modification times in ns."""
     changed = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):  # another process's, renamed or removed meanwhile

@@ -1,8 +1,8 @@
 """How every program starts: Hydra composes, dataclasses check, one line explains a mistake.
 
 `@program("config", Settings)` turns a function of `(settings, run_dir)` into a command line. A user's mistake (a
-typo, a wrong type, an impossible value, a missing file) ends with one line on stderr and exit code 2. An error
-after the run has begun to write leaves its traceback in the run's folder; HYDRA_FULL_ERROR=1 prints any traceback.
+typo, a wrong type, an impossible value, a missing file) ends with one line on stderr and exit code 2. An error after
+the run has begun to write leaves its traceback in the run's folder; HYDRA_FULL_ERROR=1 prints any, above the line.
 """
 
 import getpass

@@ -24,7 +24,7 @@ _ROWS = 8192  # rows read at a time
 
 
 def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, int]]:
-    """SHA-256 of every file in data.local_dir by its path there, and each one's time of change before it was hashed.
+    """SHA-256 of every file in data.local_dir by its path there, and each one's modification time (ns) before that.
 
     Hidden files, such as git's, do not belong to the dataset.
     """

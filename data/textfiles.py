@@ -2,8 +2,8 @@
 
 A text file is one document; a row of a JSONL or parquet file is one document, in its column data.text_field (rows with
 an empty text are skipped). Text is UTF-8; line ends become "\\n", and a byte-order mark at the beginning is left out.
-Files are read in place, a part at a time. `datasets` would read JSON by columns, and turn every text of
-a column with a number into quoted JSON; so JSON is parsed here by lines, and a wrong row is named.
+Files are read in place, a part at a time; only a JSON list is read whole. `datasets` would read JSON by columns, and
+turn every text of a column with a number into quoted JSON; so rows are parsed here, and a wrong row is named.
 """
 
 import codecs
@@ -214,7 +214,7 @@ def lines(file: TextFile) -> Iterator[str]:
 def refuse_changed(modified_ns: Mapping[Path, int]) -> None:
     """Raise ValueError if a file has changed since it was hashed: its tokens would be cached as another text's.
 
-    modified_ns: each file's time of change before it was hashed.
+    modified_ns: each file's modification time before it was hashed.
     """
     for path, before in modified_ns.items():
         if not path.exists() or path.stat().st_mtime_ns != before:

@@ -111,7 +111,7 @@ def tokenize(
         counts.tokens += len(tokens)
         counts.bytes += size
         counts.unknown += lost
-        if asked and unknown != encoding.eot_token and (tokens == encoding.eot_token).any():  # tiktoken's never do
+        if asked and unknown != encoding.eot_token and (tokens == encoding.eot_token).any():  # tiktoken's never do so
             raise ValueError(
                 f"tokenizer={encoding.name} reads {encoding.decode([encoding.eot_token])!r} in the text as the end of "
                 "a document; take it out of the text, or use another tokenizer"

@@ -30,7 +30,7 @@ def _folder(name: str) -> Path:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The contents of the tokenizer_config.json of `name`, with the chat template: an exported model gets both."""
+    """The tokenizer_config.json of `name` and the chat template beside it: an exported model gets both."""
     folder = _folder(name)
     config = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
     if (folder / TEMPLATE).is_file():

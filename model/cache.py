@@ -1,7 +1,7 @@
 """The KV cache: keys and values of earlier tokens, so that a step of generation computes one token per row.
 
-A layer has one line for any cache: `cache.attend(layer, q, k, v, attend)`. Before a call of the model, `extend`
-reserves slots for its tokens on the host. The call stores the tokens and then advances the lengths on the device, so
+A layer has one line for any cache: `cache.attend(layer, q, k, v, attend)`. Before a call of the model, the host
+reserves slots for its tokens with `extend`. The call stores the tokens and then advances the lengths on the device, so
 that it can be replayed as a CUDA graph. Keys are stored after RoPE: positions never change.
 """
 

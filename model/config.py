@@ -212,7 +212,7 @@ def build_model(
 
 
 def as_described(name: str, theirs: dict[str, Any]) -> AbstractContextManager[None]:
-    """Inside, models of that name are built from `GPTConfig.theirs`, from no folder; their weights are loaded later."""
+    """Inside, models of that name are built from `theirs` without a folder; their weights are loaded later."""
     return _of_transformers().as_described(name, theirs)
 
 

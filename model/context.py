@@ -11,12 +11,12 @@ Three methods, over the attention that the model names; W is the number of ranks
 heads, so nothing is merged. Its bits are one process's where a head's bits do not depend on how many heads a call has;
 in Hopper's causal backward they do, as it sums dQ of the last heads in another order. In `gather` a rank's queries
 attend to all keys up to their own in two ordinary calls, because the causal mask is aligned bottom-right. Pairing the
-first with the last of 2W chunks, the second with the last but one and so on gives each rank equal work (zig-zag). It
-keeps the gathered K and V: with model.activation_checkpointing=full, which long sequences need anyway, they live for
-one layer and are gathered again once; a backward that always gathers them would do it twice. `ring` (arXiv:2310.01889)
-never holds K and V of more than two ranks, for any W, and the transfer of the next block overlaps with the work on this
-one; but each block's O is rounded to q's dtype before the blocks are merged in float32, and it supports no window,
-documents or dropout.
+first with the last of 2W chunks, the second with the last but one and so on gives each rank equal work (zig-zag).
+`gather` keeps the gathered K and V: with model.activation_checkpointing=full, which long sequences need anyway, they
+live for one layer and are gathered again once; a backward that always gathers them would do it twice. `ring`
+(arXiv:2310.01889) never holds K and V of more than two ranks, for any W, and the transfer of the next block overlaps
+with the work on this one; but each block's O is rounded to q's dtype before the blocks are merged in float32, and it
+supports no window, documents or dropout.
 
 Every exchange is an all-to-all or an all-gather: sums over ranks are computed here, in float32 and in the order of
 ranks, so that the same W gives the same bits whatever the communication library does. Gradients of weights are those of
@@ -217,8 +217,8 @@ def gather(
 def documents_of_chunks(cu_seqlens: Tensor, tokens: int, rank: int, world_size: int) -> tuple[Documents, Documents]:
     """The documents of `gather` in a row of N = `tokens`: for each chunk of a rank, those of its queries and keys.
 
-    cu_seqlens: (documents + 1,) int32 of the whole row. Queries and keys of a document end where the chunk ends, so
-    that its last query still sees its last key. Documents before the chunk have keys and no queries.
+    cu_seqlens: (documents + 1,) int32 of the whole row. A document that goes past the chunk ends with it, for queries
+    and keys alike, so that its last query still sees its last key. Documents before the chunk have keys and no queries.
     """
     size = tokens // (2 * world_size)
     return tuple(

@@ -313,7 +313,7 @@ class Generation:
 
     def _graph_key(self) -> tuple:
         """What captured steps depend on: their operations, and the addresses outside the state that they access.
-        This object keeps these tensors alive, in case the model gets other weights meanwhile."""
+        `kept` keeps the tensors at these addresses alive, in case the model gets other weights meanwhile."""
         model, cache = self.model, self.cache
         tensors = [model.embedding.weight, model.cos, model.sin, cache.keys, cache.values, *cache.scales]
         tensors += [] if model.head is None else [model.head.weight]

@@ -282,7 +282,7 @@ class GPT(nn.Module):
                 tokens (1, N), and then only the last token of each prompt gives logits.
             cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, and B * N. Every row
                 begins a document. Tokens then see only their own document, and positions start at 0 in each.
-            part: the tokens' positions and documents, in place of cu_seqlens, if this process has a part of the rows.
+            part: the tokens' positions and documents, in place of cu_seqlens, where tokens are a part of longer rows.
 
         Returns:
             Without targets the logits (B, N, vocab_size), or (1, rows, vocab_size) for `Prompts`. With targets the

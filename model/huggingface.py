@@ -198,7 +198,7 @@ def _engine(query: Tensor) -> Callable:
     reason = kernels.why_not("flash", query.dtype, device=query.device, head_dim=query.shape[3])
     if reason is None:
         return flash_attention
-    if query.device.type == "cpu":  # tiles are a loop over the length, which a compiler for any length cannot unroll
+    if query.device.type == "cpu":  # with dynamic shapes a compiler cannot unroll the loop over tiles
         return kernels.naive_attention if torch.compiler.is_compiling() else kernels.tiled_attention
     raise ValueError(f"{reason.partition(';')[0]}; {INSTEAD}")
 
@@ -216,7 +216,7 @@ def _refuse(attention_mask: object, others: dict) -> None:
     for name in BEYOND_US:
         if others.get(name) is not None:
             raise ValueError(f"the model hands {name} to its attention, which gpt_triton does not compute; {INSTEAD}")
-    # for GPT-2, OPT and SigLIP only the collector has it
+    # with GPT-2, OPT and SigLIP only the collector shows the request
     if others.get("output_attentions") or "attentions" in (_active_collector.get() or ()):
         raise ValueError(
             'output_attentions asks for weights that gpt_triton never has; use set_attn_implementation("eager")'

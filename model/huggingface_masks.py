@@ -181,7 +181,7 @@ def blocks_of(pairs: Tensor, queries: int) -> BlockMask:
     """A mask of pairs for our kernels, built once for all layers, which waits for the GPU.
 
     pairs: (B or 1, Hq or 1, N or 1, Nk), True where a query sees a key, or 0 there and `HIDDEN` or less elsewhere.
-        Or torch's BlockMask, which the first call converts.
+        Or torch's BlockMask, returned as it is: the kernels convert it at its first call.
 
     Raises ValueError for other numbers.
     """
@@ -211,7 +211,7 @@ def blocks_of(pairs: Tensor, queries: int) -> BlockMask:
 
 
 def _check_later(hole: Tensor, ranges: Tensor) -> None:
-    """Start the copy to the host of which rows have a hole (B,), to be read later without waiting."""
+    """Copy to the host, without waiting, which rows have a hole (B,); `refuse_found_holes` reads it later."""
     if (
         torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
     ):  # a graph cannot check later: it fails now

@@ -116,7 +116,7 @@ def _their_own(name: str) -> Any:
             return AutoConfig.for_model(**_KEPT[name])
         folder = name
         if not Path(folder).is_dir():
-            # with the hub out of reach, transformers tries for 23 s, in two dozen lines, before it reads the cache
+            # without the hub transformers retries for 23 s and prints two dozen lines before it reads the cache
             folder = snapshot_download(folder, allow_patterns="config.json")
         return AutoConfig.from_pretrained(folder).get_text_config()
     except HFValidationError as error:  # a name that cannot be the hub's
@@ -381,7 +381,7 @@ def _loaded(name: str, config: Any) -> nn.Module:
     if name in _KEPT:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     try:
-        try:  # first without the hub: `their_config` has fetched the newest version from it
+        try:  # first without the hub: `their_config` has already asked it which version is newest
             model, found = AutoModelForCausalLM.from_pretrained(name, local_files_only=True, **asked)
         except OSError:
             model, found = AutoModelForCausalLM.from_pretrained(name, **asked)

@@ -69,7 +69,7 @@ def is_ours(module: nn.Module) -> bool:
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Whether a hook watches one of the modules, or its class's forward is replaced by another."""
+    """Whether a hook watches one of the modules, or one has a forward in place of its class's."""
     watched = (m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
     return _has_any_global_hook() or any(watched)
 
