@@ -62,6 +62,8 @@ class KVCache:
         places, slots = pool or (num_rows, max_tokens)
         shape = (config.num_layers, places, config.kv_heads, slots, config.head_dim)
         device, needed = torch.device(device), 2 * math.prod(shape) * dtype.itemsize
+        if dtype.itemsize == 1:
+            needed += 2 * math.prod(shape[:4]) * 4  # scales
         try:
             if device.type == "cpu" and (free := free_bytes(device)) is not None and needed > free:
                 raise MemoryError  # zeros take no memory until they are written to, which then kills the process

@@ -278,7 +278,7 @@ class PretrainedLM(nn.Module):
             text, given, cache = list(sequence.context), [], None
             for number in uniform[sequence.sample]:
                 if len(text) > self.longest:  # its last half is read again
-                    text, cache = text[-(self.longest // 2) :], None
+                    text, cache = text[-max(1, self.longest // 2) :], None
                 # a model that returns no cache, such as OpenAI's first GPT or RecurrentGemma, reads all of it each time
                 tokens = torch.tensor([text if cache is None else given], device=next(self.parameters()).device)
                 with in_eval_mode(self), autocast():

@@ -280,3 +280,14 @@ def test_tokens_are_put_in_their_places_by_one_kernel(heads, head_dim, count, dt
     for cache, one in zip(caches, expected, strict=True):
         assert torch.equal(cache.float(), one)
     launch_write_kvcache(*caches, lines[:0], slots[:0], k[:0], v[:0])
+
+
+def test_a_cache_in_8_bits_counts_its_scales(monkeypatch):
+    """Of a token and head one of 4 bytes beside each 32 of keys and of values."""
+    config = GPTConfig(1, 2, n_embd=64, attention="naive", loss="plain")
+    keys_and_values = 2 * 2 * 8 * 32
+    monkeypatch.setattr("model.cache.free_bytes", lambda device: keys_and_values)
+    with pytest.raises(ValueError, match="a KV cache of 1 rows of 8 tokens needs"):
+        KVCache(config, 1, 8, "cpu", torch.int8)
+    monkeypatch.setattr("model.cache.free_bytes", lambda device: keys_and_values * 36 // 32)
+    KVCache(config, 1, 8, "cpu", torch.int8)
