@@ -246,7 +246,7 @@ def _number(name: str, value: object) -> float:
 
 
 def check_tensor(name: str, x: object, axes: str = "") -> None:
-    """Raise ValueError unless x is a dense tensor, with these axes if any are given, "tokens, heads, head_dim"."""
+    """Raise ValueError unless x is a dense tensor of as many dimensions as axes, if any: "tokens, heads, head_dim"."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
     if x.is_nested or x.layout != torch.strided:

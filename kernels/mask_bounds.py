@@ -35,7 +35,7 @@ class Bounds(Tensor):
 
     Attributes:
         exact: (B or 1, H or 1, Nq or 1, Nk or 1) the values, unless they depend on both queries and keys: then None.
-        axis: the dimension of `exact` that varies, the queries' or the keys'; None where it depends on neither.
+        axis: 2 where `exact` depends on queries, 3 where on keys; None where on neither, and without `exact`.
         range: the least and the greatest value in each block.
         limit: the largest magnitude that an integer here can have.
     """

@@ -13,7 +13,7 @@ BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
 GROUP = 192  # queries per program of Hopper's forward where heads are narrow
 MOST_VISITS = 2**29  # places in the list of all three kinds are int32
 
-_FEW = 2**10  # up to so many patterns, 4 MiB, equal ones are kept: merging them takes a sixth of the time
+_FEW = 2**10  # up to so many patterns, 4 MiB, equal ones are kept: merging them would take a sixth of the time
 _BITS_OF_BYTES = 0x0102040810204080  # times a word of eight bytes of 0 or 1: the highest byte has their bits in order
 _ODD = 0x5851F42D4C957F2D  # its powers are the weights of the words in a hash
 

@@ -146,5 +146,5 @@ def _naive(
     if not return_lse:
         return o, None
     lse = torch.logsumexp(finite, dim=-1)
-    lse = lse.masked_fill(lse == math.inf, math.nan)  # an infinite score gives NaN, as in O and by a running maximum
+    lse = lse.masked_fill(lse == math.inf, math.nan)  # a score of +inf gives NaN, as in O and with a running max
     return o, lse if options.sinks is None else lse.masked_fill(empty.squeeze(-1), -math.inf)

@@ -76,7 +76,7 @@ IMPLEMENTATIONS = {
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
-# The kernels behind "flash" and attention over a cache: the first that can run (and, in the backward, is faster).
+# "hopper" are the kernels that "flash" uses where `why_not_hopper` allows it, "kvcache" is attention over a cache.
 KERNELS = {
     "hopper": Implementation(
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "varlen", "block_mask"}),

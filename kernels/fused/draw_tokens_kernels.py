@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch import Launch, kernel_inputs, plan_of, run
 from .draw_tokens import FEW
 
-# the leading bits, in pairs, of an fp32 number that hold a number of this dtype: the others are zeros
+# how many leading bits of an fp32 number hold a number of this dtype, rounded up to pairs: the others are zeros
 BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
 
 
@@ -81,7 +81,7 @@ def _kth_of_row(logits, count, V: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.c
             found += ((order >= candidate) & (ids < V)).to(tl.int32)
         at_least = tl.sum(found, 0)
         threshold = tl.where(at_least >= count, candidate, threshold)
-        # in the end this counts from the next order above the threshold on, the last candidate that too few reached
+        # the last candidate that too few reach is the next order above the threshold: its count is of larger logits
         larger = tl.where(at_least >= count, larger, at_least)
     return threshold, larger
 
@@ -199,7 +199,7 @@ def _last_before(
             reached = (first >= target).to(tl.int32) + (second >= target).to(tl.int32) + (third >= target).to(tl.int32)
         else:
             reached = (first > target).to(tl.int32) + (second > target).to(tl.int32) + (third > target).to(tl.int32)
-        # in the end this is from the next order above on, as in _kth_of_row
+        # in the end the mass from the next order above on, that of all larger logits, as in _kth_of_row
         above = tl.where(reached == 0, first, tl.where(reached == 1, second, third))
         larger = tl.where(reached == 3, larger, above)
         order += reached * step

@@ -26,8 +26,8 @@ SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 
 class Tile(NamedTuple):
-    """How a product is cut: a program computes block_m rows by block_n outputs, block_k columns at a time and, where
-    `parts` is more than one, of one of that many parts of the columns.
+    """How a product is cut: a program computes block_m rows by block_n outputs, block_k columns at a time. Where
+    `parts` is more than one, it sums over one of that many parts of the columns.
 
     lets_next: whether the next kernel may start while this one ends. Its programs may then all be placed on the
         multiprocessors that this one leaves idle, three on each.

@@ -23,7 +23,7 @@ Barriers (mbarriers; [s] is a stage of a ring):
     full[s]              a step's Q, dO, LSE, delta are there  empty[s]              both consumers are done with them
     ds_full[s]           both halves of dS are there           ds_empty[s]           dQ is computed from them (64)
     item_full[s]         the next item's number is there       item_empty[s]        all roles have read it
-    turn_ready[w]        a share of dQ may be added; keeper w waits on hardware barrier ADDED + w until it is
+    turn_ready[w]        a share of dQ may be added; keeper w waits for the add on hardware barrier ADDED + w
 """
 
 from triton.experimental import gluon

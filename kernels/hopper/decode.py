@@ -200,16 +200,16 @@ def tile_for(call: Call) -> DecodeTile:
     At head_dim 128: two stages of 64 KB, or four of 32 KB at 8 bits. With more bytes in flight, memory is read more
     slowly and the collector waits longer. At 64: three stages for each of two programs, or six of half a tile where the
     scores of more rows need the registers. max_registers is a thread's share at launch, which the roles then divide
-    anew. An item costs as much as two tiles, whatever it computes, so spans are long. Results of many rows are large,
-    and those of narrow heads are large for their keys: then fewer calls are cut into quads, and none where both are."""
+    anew. The fixed cost of an item is that of two tiles, so spans are long. Results of many rows are large, and those
+    of narrow heads are large for their keys: then fewer calls are cut into quads, and none where both are."""
     rows, _ = decode_rows(call.q.shape, call.k_cache.shape[1])
-    wide, upright = call.q.shape[3] > 64, rows > 16
-    block_k = 64 if upright and not wide else 128
+    wide, as_rows = call.q.shape[3] > 64, rows > 16
+    block_k = 64 if as_rows and not wide else 128
     stages = (2 if wide else 384 // block_k) * (2 if call.k_cache.itemsize == 1 else 1)
     return DecodeTile(
         block_k, span=16, num_warps=4, num_stages=stages, per_sm=1 if wide else 2, max_registers=168 if wide else 80,
-        least_rows=64 if upright else 8, few=0.1 if upright and not wide else 0.5 if wide and rows <= 8 else 0.4,
-        quad=None if upright and not wide else 4,
+        least_rows=64 if as_rows else 8, few=0.1 if as_rows and not wide else 0.5 if wide and rows <= 8 else 0.4,
+        quad=None if as_rows and not wide else 4,
     )  # fmt: skip
 
 

@@ -269,7 +269,7 @@ def producer(
         following = item + programs
         if num_items > programs:  # drawn early, so that no role waits for the ticket
             drawn = gl.atomic_add(workspace + 1, 1, sem="relaxed")
-            if drawn == num_items - 1:  # the last ticket: one per item past the first ones, one per program for none
+            if drawn == num_items - 1:  # the last ticket: one per item past the first ones, and one more per program
                 gl.store(workspace + 1, 0)
             following = programs + drawn
         unit = item // width

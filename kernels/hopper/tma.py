@@ -65,7 +65,7 @@ def _by_warps(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, address, value, WARP
 def wait_turn(address, turn):
     """Wait until the int32 at `address` is `turn`. What was written and added before it was set is then visible.
 
-    Called by a partition of one warp. It is visible to the threads, too, that this warp then releases by a barrier.
+    Called by a partition of one warp. Threads that this warp then releases by a barrier see it too.
     """
     _by_warps(
         """{

@@ -251,7 +251,7 @@ def flash_decode_kernel(
 
         if (num_items > programs) & (size == SPAN):  # spans take long, and not all equally
             drawn = tl.atomic_add(workspace + 1, 1, sem="relaxed")
-            if drawn == num_items - 1:  # the last ticket: one per item past the first ones, one per program for none
+            if drawn == num_items - 1:  # the last ticket: one per item past the first ones, and one more per program
                 tl.store(workspace + 1, 0)
             item = programs + drawn
         else:

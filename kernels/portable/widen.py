@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..device import interpreting
 
-# int8: the low seven bits become the mantissa of 128 + them, from which 128 or, for a negative value, 256 is
+# int8: the low seven bits become the mantissa of 128 + these bits, from which 128 or, for a negative value, 256 is
 # subtracted; float16 has enough mantissa bits for 1024 + 128 + the value, from which 1152 is subtracted
 _INT8_BF16 = """
     lop3.b32 e, x, 0x007f007f, 0x43004300, 0xEA;
