@@ -203,7 +203,7 @@ def _wrong_moves(run: Run, tokens: Tensor, moves: Tensor) -> Iterator[str]:
 
 @contextmanager
 def _absolute_positions(model: GPT) -> Iterator[None]:
-    """Tables that scale q and k by a factor of their position in place of rotating them: logits then depend on it."""
+    """Tables that scale q and k by a factor of each position, in place of a rotation: logits then show the position."""
     cos, sin = model.cos, model.sin
     # random, so that neighbours differ as much as any two positions: an offset of one shows
     scale = 0.5 + 2 * torch.rand(len(cos), generator=torch.Generator().manual_seed(2)).to(cos)

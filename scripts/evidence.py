@@ -287,7 +287,7 @@ CHILDREN = Children()
 
 
 def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
-    """Raise ValueError, before hours of experiments, where a text, a peer or a place for their files is missing."""
+    """Raise ValueError, before hours of experiments, where a text, a peer or a place for the results is missing."""
     folder = ROOT / settings.folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder={settings.folder} is no folder; give one, as folder=.github/evidence")

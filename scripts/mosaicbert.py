@@ -1,4 +1,4 @@
-"""A stand-in for MosaicBERT's code, which comes with DNABERT-2: `model.mosaicbert` is tested and timed on it.
+"""A stand-in for MosaicBERT's code (a part of DNABERT-2), on which `model.mosaicbert` is tested and timed.
 
 That code is not ours to keep here. This one is written anew; its modules, attributes and forward signatures have the
 same names. It has embeddings without positions, then layers over unpadded tokens whose attention pads again and adds a

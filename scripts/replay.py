@@ -69,7 +69,7 @@ class Rerun:
 
     Attributes:
         values: place -> tensor on the CPU; kept only without a reference.
-        errors: place -> relative error to the reference; inf where the two are not finite in the same places.
+        errors: place -> relative error to the reference; inf where one of the two has a finite value and the other not.
     """
 
     dtype: torch.dtype

@@ -89,10 +89,11 @@ class NumberCheck:
             self.load_state_dict(state)
 
     def bad_step(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
-        """Record `step` (from 1), and check the steps whose numbers are due; with `wait` all of them.
+        """Record `step` (from 1), check the steps whose numbers are due, with `wait` all of them; return the first that
+        was not finite, or None.
 
-        Wherever the state of the run is used (saved, evaluated, logged), pass `wait`. A returned step is the first that
-        was not finite: model and optimizer are as they were before it, and stay so until `go_on`.
+        Wherever the state of the run is used (saved, evaluated, logged), pass `wait`. If a step is returned, model and
+        optimizer are as they were before it, and stay so until `go_on`.
         """
         numbers = torch.stack([self._optimizer.held.float(), loss.float(), grad_norm.float()])
         if self._world.size > 1:

@@ -52,7 +52,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             flush(path)
         temporary.rename(folder)  # replaces an empty folder; OSError if one was filled meanwhile
         flush(folder.parent)
-    except (OSError, SafetensorError) as error:  # shutil's lists every file, and safetensors words its own
+    except (OSError, SafetensorError) as error:  # shutil's message lists every file, and safetensors words its own
         if (number := re.search(r"(?:Errno|os error) (\d+)", str(error))) is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error

@@ -28,7 +28,7 @@ def runs_below(folder: Path) -> list[Path]:
     for pattern in ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl"):
         runs = [file.parent for file in folder.glob(pattern)]
         if runs:
-            of_sweeps = [file.parent for file in folder.glob(f"*/{pattern}")]  # sweeps beside single runs
+            of_sweeps = [file.parent for file in folder.glob(f"*/{pattern}")]  # sweeps' runs, beside single ones
             runs += [run for run in of_sweeps if sweep_of(run)]
             shown = list(filter(_has_a_line, runs)) or runs
             for run in sorted({*runs} - {*shown}):
@@ -212,6 +212,6 @@ def _row(run: dict[str, Any], name: str, places: dict[str, float]) -> dict[str, 
 
 
 def loss_at(run: dict[str, Any], measure: str, place: float) -> float | None:
-    """The training loss at `place`, interpolated between the records before and after it; None before the first."""
+    """The training loss at `place`, interpolated linearly between records; None before the first one."""
     far, losses = curve(run, "loss", measure)
     return float(np.interp(place, far, losses)) if far and place >= far[0] else None

@@ -206,7 +206,7 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, s
     features = model.attention_features(settings.data.document_mask)
     free, world = free_bytes(hardware.device), hardware.world
     if free and hardware.device.type == "cpu":
-        free //= world.hosts.count(world.hosts[world.rank])  # processes that share this host's
+        free //= world.hosts.count(world.hosts[world.rank])  # the processes that share this host's memory
     shape = vocab_size, seq_len, sequences, micro_batch
     forecast = Plan(model, settings.optim, hardware, *shape, features, free)
     return forecast.checked(auto=asked == "auto")

@@ -288,8 +288,8 @@ def _refuse_other_moments(optimizer: torch.optim.Optimizer, parameters: list[Ten
 
 
 def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: bool) -> None:
-    """Raise ValueError unless `value` is a plain tensor like `like` without NaN, and without negatives unless
-    `below_zero`."""
+    """Raise ValueError unless `value` is a plain tensor with the shape and dtype of `like`, without NaN, and without
+    negatives unless `below_zero`."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
         raise ValueError(f"{name} is a {type(value).__name__}, expected a tensor with values")
     if value.shape != like.shape or value.dtype != like.dtype:

@@ -3,7 +3,7 @@
 `torchrun --nproc-per-node W train.py ...`, or one task a GPU by srun. Each process computes its share of a step's rows
 with the whole model, or with parallel.data=shard a block at a time. The gradients of all micro-batches are summed as
 one binary tree over their numbers in the step: its lower levels within a process, its upper ones between processes. So
-any power of two of processes adds the same numbers in the same order and ends with the same bits (1, 2 and 4 are
+any power-of-two number of processes adds the same numbers in the same order and ends with the same bits (1, 2 and 4 are
 tested), as long as `train.micro_batch` is the same and divides a process's rows. No order is left to a communication
 library, and the traffic is that of a ring all-reduce.
 
@@ -32,7 +32,7 @@ from training.watchdog import Failure, Watchdog
 MODES = ("replicate", "shard")
 CONTEXT_METHODS = ("auto", *METHODS)
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
-IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that a process may be late; evaluation, samples, saving lie between
+IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that a process may be late; between: evaluation, samples, saving
 FOREVER = timedelta(days=30)  # a process that never arrives is found by training/watchdog.py, not by a timeout
 MEETING = timedelta(minutes=5)  # for all to arrive
 

@@ -1,4 +1,4 @@
-"""Each of W processes holds 1/W of the rows of all weights, gradients and moments: FSDP2, applied from outside.
+"""Each of W processes holds 1/W of weights, gradients and moments, by rows: FSDP2, applied to the model from outside.
 
 `parallel.data=shard`. A block's weights are gathered for its forward and again for its backward, and its gradients are
 summed and scattered after each micro-batch; the embedding table and the head stay gathered for a whole micro-batch.

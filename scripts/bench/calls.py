@@ -15,7 +15,7 @@ SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN
 
 
 def refuse_uneven_heads(bench: Any) -> None:
-    """Raise ValueError where `bench.hidden` columns are no whole number of heads for each `bench.head_dim`."""
+    """Raise ValueError unless `bench.hidden` columns are a whole number of heads for each of `bench.head_dim`."""
     for head_dim in bench.head_dim:
         if bench.hidden % head_dim:
             raise ValueError(f"bench.hidden={bench.hidden} is no multiple of bench.head_dim={head_dim}; use one")

@@ -57,7 +57,7 @@ def measure(
     *,
     with_host: bool = True,
 ) -> Milliseconds:
-    """Time call() on `device`: on a GPU at most `runs` times (5 at least) and about budget_ms of them.
+    """Time call() on `device`: on a GPU at most `runs` times (5 at least), for about budget_ms.
 
     On a GPU, twice the L2 cache's size is overwritten before each run, outside the measured span. Without the host it
     is overwritten so often that the host has queued the whole call before the GPU begins it; with the host, the time

@@ -3,7 +3,7 @@
 One GPT of GPT-2 124M's shape with random weights, in the dtype of the run, three times:
 
     gpt                   ours; on CUDA a step is one graph
-    transformers          ArceeForCausalLM, which has our architecture, with the same weights: generate() by default
+    transformers          ArceeForCausalLM, which has our architecture, with the same weights; its default generate()
     transformers_static   the same with cache_implementation="static", which compiles its step on CUDA
 
 A row is a call of generate(), with medians over some rounds in which all take turns: tokens a second of the whole call
