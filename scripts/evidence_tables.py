@@ -202,7 +202,7 @@ def training(found: Reports) -> Table:
     """The rows of scripts.bench.training, and what its forecast refused."""
     shown = printed("training")(found)
     sizes = [row["micro_batch"] * row["seq_len"] for row in rows_of(found) if row.get("micro_batch")]
-    if refused := sum("why" in row for row in rows_of(found)):
+    if sizes and (refused := sum("why" in row for row in rows_of(found))):
         shown.caption = (
             f"Micro-batches of {min(sizes):,} tokens, or of one sequence. {refused} of the rows out of memory are the "
             "forecast's refusals, in which no step was tried; with a smaller micro-batch some would fit."
@@ -346,7 +346,7 @@ def headline(folder: Path) -> str:
             for row in rows_of(found)
             if row["choice"] == "greedy"
         }
-        (version,) = {report.get("transformers", "") for report in found.values()}
+        version = " and ".join({report["transformers"]: 0 for report in found.values() if "transformers" in report})
         names = {"gpt": "ours", "transformers_static": f"transformers {version}".strip() + " with its static cache"}
         drawn = [
             f"{speed[model, 1]:,.0f} alone and {speed[model, 64]:,.0f} in a batch of 64 ({name})"

@@ -19,7 +19,7 @@ from kernels.portable.tuning import DecodeTile
 from kernels.support import why_not_hopper_kvcache
 
 SMALL = DecodeTile(block_k=64, span=4, num_warps=4, num_stages=2, per_sm=1, groups=2, least_rows=8, quad=2)
-UPRIGHT = replace(SMALL, span=2, least_rows=64, quad=None)  # queries as rows
+AS_ROWS_TILE = replace(SMALL, span=2, least_rows=64, quad=None)  # queries as rows
 LONG = replace(SMALL, block_k=128)  # two of wgmma's rows of keys
 
 
@@ -134,8 +134,8 @@ AS_ROWS = "many queries", "tiles of a row, spans of a row", "left padding"
     ("name", "options", "tile"),
     [
         *((name, {}, SMALL) for name in CASES), *product(WITH_OPTIONS, OPTIONS, [SMALL]),
-        *((name, {}, LONG) for name in IN_LONG), *((name, {}, UPRIGHT) for name in AS_ROWS),
-        *product(AS_ROWS[:1], OPTIONS, [UPRIGHT]),
+        *((name, {}, LONG) for name in IN_LONG), *((name, {}, AS_ROWS_TILE) for name in AS_ROWS),
+        *product(AS_ROWS[:1], OPTIONS, [AS_ROWS_TILE]),
     ],
     ids=str,
 )  # fmt: skip
@@ -162,7 +162,7 @@ def test_simulated_pages_that_no_query_sees_may_be_gone(page, monkeypatch):
     torch.testing.assert_close(found[1].double(), expected[1], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tile", [SMALL, UPRIGHT], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, AS_ROWS_TILE], ids=str)
 def test_simulated_sinks_and_slopes(tile, monkeypatch):
     call = a_call([150, 20], heads=4, kv_heads=2)
     given = {"sinks": torch.randn(4), "alibi_slopes": torch.rand(2, 4)}
@@ -173,7 +173,7 @@ def test_simulated_sinks_and_slopes(tile, monkeypatch):
     torch.testing.assert_close(lse.double(), expected[1], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tile", [SMALL, UPRIGHT], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, AS_ROWS_TILE], ids=str)
 def test_simulated_items_give_the_same_bits(tile, monkeypatch):
     """Tiles and quads, folded at once and by levels, spans, many programs and one."""
     call = a_call([500, 61, 1300])
@@ -184,12 +184,12 @@ def test_simulated_items_give_the_same_bits(tile, monkeypatch):
 
 def test_simulated_spans_of_four_quads_give_the_bits_of_tiles(monkeypatch):
     """Queries as rows, whose sums wait in memory while a quad is added up."""
-    call, tile = a_call([1000, 600], heads=20, append=False), replace(UPRIGHT, span=16, quad=4)
+    call, tile = a_call([1000, 600], heads=20, append=False), replace(AS_ROWS_TILE, span=16, quad=4)
     spans, tiles = (run(monkeypatch, call, tile, cut)[:2] for cut in ((3, 1), (3, 500)))
     assert all(map(torch.equal, spans, tiles))
 
 
-@pytest.mark.parametrize("tile", [UPRIGHT, replace(UPRIGHT, span=4, quad=2)], ids=str)
+@pytest.mark.parametrize("tile", [AS_ROWS_TILE, replace(AS_ROWS_TILE, span=4, quad=2)], ids=str)
 def test_simulated_folds_that_programs_share_give_the_same_bits(tile, monkeypatch):
     """Where each has one item, of tiles, quads and spans; else the last to come folds all lines."""
     call = a_call([300, 61, 700], head_dim=80, num_q=10, heads=6)
