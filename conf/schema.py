@@ -31,8 +31,8 @@ class Settings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     profile: bool = False  # record a few steps: a trace and where the time went, in the run's folder
     name: str | None = None  # the run's folder is runs/<name>/<time>; null: the experiment's name
-    resume: str | None = None  # go on with a run: its folder, a checkpoint, or auto: the newest of that name
-    init_from: str | None = None  # begin with the weights of a checkpoint; optimizer, schedule and steps are new
+    resume: str | None = None  # continue a run: its folder, a checkpoint of it, or auto, the newest run of that name
+    init_from: str | None = None  # start a new run with a checkpoint's weights; optimizer, schedule and steps are new
 
     def __post_init__(self) -> None:
         """Rules that cross groups."""

@@ -24,18 +24,18 @@ class DataConfig:
     # `Any`, as a structured configuration refuses a string for a list; after __post_init__ None or a list of strings
     files: Any = None  # text only: a path, a glob, or several as [a.txt,b.jsonl]
     text_field: str = "text"  # the column of JSONL, parquet and hub rows that holds the text
-    name: str | None = None  # hub only: the dataset, as "HuggingFaceFW/fineweb-edu"
-    config: str | None = None  # hub only: its configuration ("subset" on its page), as "sample-10BT"
+    name: str | None = None  # hub only: the dataset, such as "HuggingFaceFW/fineweb-edu"
+    config: str | None = None  # hub only: its configuration ("subset" on its page), such as "sample-10BT"
     revision: str | None = None  # hub only: a commit or tag; null: the newest when the text is first tokenized
-    split: str = "train"  # hub only: what is trained on; "train[:1%]" works without streaming and local_dir
-    validation_split: str | None = None  # hub only: what is held out; null: the last validation_fraction of `split`
-    streaming: bool = False  # hub only: no copy on the disk but the tokens; read 3 times without a validation_split
-    local_dir: str | None = None  # hub only: a folder laid out as the dataset is there, in place of the hub
-    documents: str = "rows"  # hub only: rows | wikitext (a row is a line, an article begins at its title)
-    validation_fraction: float = 0.1  # the last part of the characters is held out, where there is no validation split
-    seq_len: int = 128  # tokens of a training sequence
-    shift_windows: bool = False  # each epoch cuts the text at other places: for a text that is read many times
-    document_mask: bool = False  # documents in one sequence do not see each other, and positions begin anew in each
+    split: str = "train"  # hub only: the training split; "train[:1%]" works, but not with streaming or local_dir
+    validation_split: str | None = None  # hub only: the held-out split; null: the last validation_fraction of `split`
+    streaming: bool = False  # hub only: stores only the tokens on disk; reads 3 times without a validation_split
+    local_dir: str | None = None  # hub only: a folder laid out as the dataset is on the hub, read in its place
+    documents: str = "rows"  # hub only: rows (a row is one) | wikitext (a row is a line, a title begins an article)
+    validation_fraction: float = 0.1  # the last part of the text's characters, held out if there is no validation split
+    seq_len: int = 128  # tokens per training sequence
+    shift_windows: bool = False  # each epoch cuts the text at other places, for a text that is read many times
+    document_mask: bool = False  # documents in one sequence do not see each other; positions begin anew in each
     cache_dir: str = "~/.cache/flashgpt/data"  # where tokenized text is kept
     num_workers: int = 2  # threads that tokenize
 

@@ -31,25 +31,25 @@ class GPTConfig:
     """
 
     num_layers: int = 12  # blocks of attention and MLP
-    num_heads: int = 12  # of queries; head_dim is n_embd / num_heads
-    num_kv_heads: int | None = None  # heads of k and v, shared by groups of query heads; null: num_heads
+    num_heads: int = 12  # query heads; head_dim is n_embd / num_heads
+    num_kv_heads: int | None = None  # key and value heads, each shared by a group of query heads; null: num_heads
     n_embd: int = 768  # width of the residual stream
-    mlp: str = "gelu"  # gelu | swiglu | relu2
-    mlp_hidden: int | None = None  # null: 4 n_embd; with swiglu 8/3 n_embd, which has as many weights
-    qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
-    qk_gain: float = 1.0  # with qk_norm: what scores are multiplied by; they lie within +-qk_gain sqrt(head_dim)
+    mlp: str = "gelu"  # activation of the MLP: gelu | swiglu | relu2
+    mlp_hidden: int | None = None  # width of the MLP; null: 4 n_embd, with swiglu 8/3 n_embd, which has as many weights
+    qk_norm: bool = False  # RMSNorm on each head of q and k, which bounds the scores
+    qk_gain: float = 1.0  # with qk_norm: factor of the scores, which lie within +-qk_gain sqrt(head_dim)
     tie_embeddings: bool = True  # the output head is the embedding table
     zero_init: bool = False  # output projections of attention and MLP, and an untied head, begin at zero
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
-    attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends; not with sdpa
+    attention_dropout: float = 0.0  # on the softmax's probabilities; the same mask in all backends; not with sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it
-    mask: str | None = None  # prefix:N | bigbird:N | dilated:N, see model/masks.py; null: all before it, in the window
-    rope_base: float = 10000.0  # all wavelengths of the rotary positions are below 2 pi rope_base tokens
+    mask: str | None = None  # prefix:N | bigbird:N | dilated:N, see model/masks.py; null: causal, within the window
+    rope_base: float = 10000.0  # of RoPE, whose wavelengths are all below 2 pi rope_base tokens
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
-    loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
-    activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | selective
-    fp8: str = "none"  # none | mlp | all: which of the blocks' products run in 8 bits while training (sm_89 and newer)
-    name: str | None = None  # a causal model of transformers, a folder or OWNER/NAME; null: a GPT of these sizes
+    loss: str = "auto"  # auto | chunked (logits of a few thousand tokens at a time) | plain (of all at once)
+    activation_checkpointing: str = "none"  # none | pointwise (only the MLP's non-linearity) | full | selective
+    fp8: str = "none"  # none | mlp | all: which of the blocks' products run in 8 bits in training (sm_89 and newer)
+    name: str | None = None  # a causal LM of transformers, a folder or OWNER/NAME; null: a GPT of these sizes
 
     def __post_init__(self):
         self.validate()

@@ -24,11 +24,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class HardwareConfig:
-    device: str = "auto"  # auto | cpu | cuda | cuda:N | mps (a Mac, never measured); auto takes CUDA where it is
-    dtype: str = "auto"  # auto (what it has units for) | float32 | bfloat16 | float16: of products; weights are float32
+    device: str = "auto"  # auto (CUDA if available, else cpu) | cpu | cuda | cuda:N | mps (a Mac's GPU, never measured)
+    dtype: str = "auto"  # of products: auto (the device's fastest) | float32 | bfloat16 | float16; weights are float32
     tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
     compile: bool | None = None  # torch.compile; null: on CUDA only
-    cuda_graphs: bool | None = None  # launch the training step as CUDA graphs; null: where memory is ample
+    cuda_graphs: bool | None = None  # run the training step as CUDA graphs; null: if it can, and memory is ample
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
 
     def __post_init__(self) -> None:

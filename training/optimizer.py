@@ -35,19 +35,19 @@ MOMENTS = {
 @dataclass
 class OptimConfig:
     name: str = "adamw"  # adamw | muon
-    lr: float = 6e-4  # peak learning rate: AdamW's; Muon's is muon_lr_ratio times as high
-    muon_lr_ratio: float = 20 / 3  # of Muon's rate to lr; its update has singular values near 1
-    beta1: float = 0.9  # AdamW's, of the mean of gradients
-    beta2: float = 0.95  # AdamW's, of the mean of their squares
-    momentum: float = 0.95  # Muon's
-    muon_dtype: str = "auto"  # auto (bfloat16 where the device is fast in it) | float32 | bfloat16: of Muon's products
-    weight_decay: float = 0.1  # decoupled
-    cautious_decay: bool = False  # Muon's decay only of weights that the step makes smaller (arXiv:2510.12402)
+    lr: float = 6e-4  # peak learning rate of AdamW; Muon's is muon_lr_ratio times as high
+    muon_lr_ratio: float = 20 / 3  # Muon's learning rate / lr; Muon's update has singular values near 1
+    beta1: float = 0.9  # AdamW's decay rate for the mean of gradients
+    beta2: float = 0.95  # AdamW's decay rate for the mean of their squares
+    momentum: float = 0.95  # Muon's Nesterov momentum
+    muon_dtype: str = "auto"  # of Muon's products: auto (bfloat16 if the device is fast in it) | float32 | bfloat16
+    weight_decay: float = 0.1  # decoupled, of AdamW and Muon; norm gains and biases do not decay
+    cautious_decay: bool = False  # Muon decays only weights that the step makes smaller (arXiv:2510.12402)
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, linear decay) | constant
     warmup_steps: int = 50  # linear, from lr / warmup_steps; if train.steps <= warmup_steps, a tenth of train.steps
-    decay_fraction: float = 0.3  # of the steps, at their end: wsd's decay
-    min_lr_ratio: float = 0.1  # of the peak, where the schedule would be after the last step
+    decay_fraction: float = 0.3  # wsd decays over this last fraction of the steps
+    min_lr_ratio: float = 0.1  # fraction of the peak that the schedule would reach after the last step
 
     def __post_init__(self) -> None:
         for key, choices in (("name", OPTIMIZERS), ("schedule", SCHEDULES), ("muon_dtype", MUON_DTYPES)):

@@ -39,9 +39,9 @@ MEETING = timedelta(minutes=5)  # for all to arrive
 
 @dataclass
 class ParallelConfig:
-    data: str = "replicate"  # replicate | shard: what each process holds, the whole model or a part of each weight
-    context: int = 1  # processes that share each row's tokens
-    context_method: str = "auto"  # auto | heads | gather | ring: how their attention exchanges what a part lacks
+    data: str = "replicate"  # replicate | shard: each process holds the whole model, or a part of each weight
+    context: int = 1  # processes that split each row's tokens among themselves
+    context_method: str = "auto"  # auto | heads | gather | ring: what attention exchanges, see training/README.md
 
     def __post_init__(self) -> None:
         if self.data not in MODES:

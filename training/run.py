@@ -33,10 +33,10 @@ class TrainConfig:
     """What the loop itself reads."""
 
     steps: int = 300  # optimizer steps
-    seed: int = 0  # of the initial weights, the order of the windows, dropout
-    data_seed: int | None = None  # of the order of the windows alone; null: seed
-    batch_tokens: int = 4096  # tokens of one optimizer step, over all micro-batches
-    micro_batch: int | str | None = None  # sequences of one forward and backward; null: the whole step; auto: what fits
+    seed: int = 0  # seeds the initial weights, the order of the windows and dropout
+    data_seed: int | None = None  # seeds the order of the windows alone; null: seed
+    batch_tokens: int = 4096  # tokens per optimizer step, over all processes and micro-batches
+    micro_batch: int | str | None = None  # sequences per forward and backward; null: the whole step; auto: what fits
     log_every: int = 10  # steps between two lines of metrics
     eval_every: int = 100  # steps between two evaluations; 0: only at the end
     eval_windows: int = 64  # validation windows of seq_len tokens, always the same ones
@@ -45,9 +45,9 @@ class TrainConfig:
     sample_prompt: str = ""  # what the samples continue; empty: the beginning of the validation text
     save_every: int = 0  # steps between two checkpoints; 0: only the best and the last
     keep_last: int = 3  # how many of the newest checkpoints are kept; the best is kept in any case
-    keep_every: int = 0  # checkpoints of steps that are multiples of this are kept for good; 0: none
-    on_nonfinite: str = "stop"  # stop | skip | rollback: what follows a step whose loss or gradient is not finite
-    max_hours: float | None = None  # stop, save and leave after so long, start-up included; null: no limit
+    keep_every: int = 0  # checkpoints at multiples of this many steps are kept for good; 0: none
+    on_nonfinite: str = "stop"  # stop | skip | rollback: what to do after a step with a non-finite loss or gradient
+    max_hours: float | None = None  # save and stop after this many hours, start-up included; null: no limit
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch_tokens", "log_every", "eval_windows", "keep_last"):

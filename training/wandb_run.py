@@ -31,12 +31,12 @@ _PATIENCE_SECONDS = 5.0  # limit of the one request that decides whether wandb's
 
 @dataclass
 class LoggerConfig:
-    wandb: str = "auto"  # auto (online where a login is found, else offline) | online | offline | disabled
-    project: str | None = None  # wandb's, as entity, name, group and tags are; null: WANDB_PROJECT, or flashgpt
-    entity: str | None = None  # team or user; null: WANDB_ENTITY, or the login's own
-    name: str | None = None  # of the run; null: WANDB_NAME, or its folder's
-    group: str | None = None  # runs to be compared; null: of a sweep's runs, its folder
-    tags: list[str] = field(default_factory=list)  # words to find the run by
+    wandb: str = "auto"  # auto (online if a login is found, else offline) | online | offline | disabled
+    project: str | None = None  # wandb's project; null: WANDB_PROJECT, or flashgpt
+    entity: str | None = None  # wandb's team or user; null: WANDB_ENTITY, or the login's own
+    name: str | None = None  # the run's name in wandb; null: WANDB_NAME, or its folder's
+    group: str | None = None  # wandb's group of runs to compare; null: WANDB_RUN_GROUP, or the sweep's folder
+    tags: list[str] = field(default_factory=list)  # wandb's tags, words to find the run by
 
     def __post_init__(self) -> None:
         if self.wandb not in WANDB_MODES:
