@@ -362,7 +362,7 @@ def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
         places = (folder / group / f"{name}.yaml" for folder in (Path(__file__).parent, *folders))
         found = list({file.resolve(): file for file in places if file.is_file()}.values())
         if len(found) > 1:
-            raise ValueError(f"{group}={name} is {found[0]}, and {found[1]} would not be read; give yours another name")
+            raise ValueError(f"{group}={name} is {found[0]}, and {found[1]} would be ignored; give yours another name")
         if not found:
             continue
         (file,) = found

@@ -75,7 +75,8 @@ class DataConfig:
                 owner = " or ".join(f"data.source={owner}" for owner in owners)
                 unset = {None: "null", False: "false"}.get(default := getattr(DataConfig, key), default)
                 raise ValueError(
-                    f"data.{key}={value} is for {owner}, not {self.source}; add that, or data.{key}={unset}"
+                    f"data.{key}={value} is read only with {owner}, and data.source={self.source}; use {owner}, or "
+                    f"data.{key}={unset}"
                 )
 
     def _check_hub(self) -> None:

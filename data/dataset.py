@@ -115,7 +115,7 @@ def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None
     asked = f"data.seq_len={data.seq_len}" + (" with data.shift_windows" if windows_of[split] > 1 else "")
     tokens = len(dataset.tokens[split])
     if tokens < 2:
-        raise ValueError(f"the {split} split has {tokens} of the two tokens that a prediction takes; {remedy}")
+        raise ValueError(f"the {split} split has {tokens} tokens and a prediction needs 2; {remedy}")
     raise ValueError(f"{asked} needs {needed[split]} tokens, the {split} split has {tokens}; {remedy}")
 
 

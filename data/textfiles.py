@@ -117,7 +117,7 @@ def refuse_unlisted(folder: Path) -> None:
 
     def refuse(error: OSError) -> None:
         raise ValueError(
-            f"{error.filename} cannot be read ({error.strerror}); let it be read, or name the folders beside it"
+            f"folder {error.filename} cannot be read ({error.strerror}); make it readable, or name the others"
         ) from error
 
     for _, folders, _ in os.walk(folder, onerror=refuse):

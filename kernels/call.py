@@ -396,5 +396,5 @@ def _check_packing(q: Tensor, k: Tensor, cu_seqlens, max_seqlen) -> tuple[Tensor
     for name, bound, tokens in zip(("max_seqlen_q", "max_seqlen_k"), bounds, (q.shape[2], k.shape[2]), strict=True):
         lengths.append(tokens if bound is None else _integer(name, bound))
         if lengths[-1] < 0:
-            raise ValueError(f"{name} is {bound}; it must be at least the longest document's length")
+            raise ValueError(f"{name} is {bound}; it must be at least 0, and the longest document's length")
     return cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *lengths

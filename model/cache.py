@@ -103,7 +103,7 @@ class KVCache:
             raise ValueError(f"rows is {rows}; give a list of row numbers")
         counts = num_tokens if isinstance(num_tokens, list | tuple) else [num_tokens] * len(rows)
         if len(counts) != len(rows):
-            raise ValueError(f"the KV cache is to extend {len(rows)} rows by {len(counts)} numbers; give one for each")
+            raise ValueError(f"extend got {len(rows)} rows and {len(counts)} counts of tokens; give one count a row")
         ends = list(self.reserved)
         for row, count in zip(rows, counts, strict=True):
             self._check_in_use(row)
@@ -133,14 +133,14 @@ class KVCache:
         """Positions of new tokens, row after row: (rows * num_tokens,) int64; for one per row the lengths, int32."""
         if num_rows != len(self.reserved):
             raise ValueError(
-                f"tokens of {num_rows} rows are not for a KV cache of {len(self.reserved)}; give {num_tokens} of each "
-                "of its rows, whatever ids where one is not in use"
+                f"the call has tokens for {num_rows} rows and the KV cache has {len(self.reserved)}; give {num_tokens} "
+                "tokens for each row, any ids for a row that is not in use"
             )
         for row, (length, stored) in enumerate(zip(self.reserved, self.stored, strict=True)):
             if length != ABSENT and length - stored < num_tokens:
                 raise ValueError(
-                    f"row {row} of the KV cache has room for {length - stored} more tokens, not {num_tokens}; before "
-                    "the model, which stores tokens of all rows in use, call extend with it"
+                    f"row {row} of the KV cache has room for {length - stored} more tokens and the call adds "
+                    f"{num_tokens}; call extend with all rows in use before the model"
                 )
         if num_tokens == 1:  # a step of generation: no extra kernel
             return self.lengths
@@ -159,8 +159,8 @@ class KVCache:
         """
         if q.size(2) % len(self.reserved):
             raise ValueError(
-                f"{q.size(2)} tokens are no whole number of each of the KV cache's {len(self.reserved)} rows; give N "
-                "of each"
+                f"{q.size(2)} tokens are not a multiple of the KV cache's {len(self.reserved)} rows; give the same "
+                "number for each"
             )
         q, k, v = (x[0].unflatten(1, (len(self.reserved), -1)).transpose(0, 1) for x in (q, k, v))  # (rows, H, N, D)
         if attend is flash and q.size(2) <= MAX_QUERIES:

@@ -133,7 +133,7 @@ class GPTConfig:
         if not 0 < self.qk_gain < math.inf:
             raise ValueError(f"model.qk_gain={self.qk_gain} must be positive and finite; 1 leaves scores as they are")
         if self.qk_gain != 1 and not self.qk_norm:
-            raise ValueError(f"model.qk_gain={self.qk_gain} is of normed heads; use model.qk_norm=true, or qk_gain=1")
+            raise ValueError(f"model.qk_gain={self.qk_gain} needs model.qk_norm=true; set that, or use model.qk_gain=1")
         if self.name is not None:  # that model has its own sizes
             return
         if self.n_embd % self.num_heads:

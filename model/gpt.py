@@ -204,7 +204,7 @@ class GPT(nn.Module):
         vocab_size, seq_len = whole("vocab_size", vocab_size, 1), whole("seq_len", seq_len, 1)
         for key in ("attention", "loss"):
             if getattr(config, key) == "auto":
-                raise ValueError(f"model.{key}=auto is not yet a choice; give GPT what resolve_model makes of it")
+                raise ValueError(f"model.{key}=auto must be resolved before GPT; give it the config of resolve_model")
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)

@@ -81,8 +81,8 @@ def sized(config: GPTConfig) -> GPTConfig:
     for key in ("num_layers", "num_heads", "n_embd"):
         if type(found[key]) is not int:
             raise ValueError(
-                f"model.name={config.name} says {SIZES[key]}={found[key]} where a number is needed; give a model "
-                "whose layers have attention"
+                f"model.name={config.name}: its config.json has {SIZES[key]}={found[key]}, which must be a whole "
+                "number; use a model whose layers have attention"
             )
     if config.activation_checkpointing not in MODES:
         raise ValueError(

@@ -57,8 +57,8 @@ class Prompts:
             if self.cache.stored[row] or self.cache.reserved[row] < count:
                 raise ValueError(
                     f"row {row} of the KV cache has {self.cache.stored[row]} tokens and room for "
-                    f"{self.cache.reserved[row]}, and these prompts, of {count} there, were for a row without tokens; "
-                    "read them once, before the row is freed, and make others for others"
+                    f"{self.cache.reserved[row]}, and its prompt of {count} needs a row without tokens; read prompts "
+                    "once, before their rows are freed, and call cache.prompts(rows) for new ones"
                 )
         if (num_rows, num_tokens) != (1, len(self._positions)):
             raise ValueError(

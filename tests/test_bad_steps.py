@@ -112,9 +112,7 @@ def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, 
     kept = run_dir / "bad_steps" / f"step_{BAD:06d}"
     assert f"{kept}; {shell_command('python', '-m', 'scripts.replay', f'dump={kept}')} runs the step again" in said
     for start in (settings_as_asked, lambda dump: refuse_unless_it_fits(dump, {}, {}, 0)):
-        with pytest.raises(
-            ValueError, match=rf"{kept} is what a bad step left behind.* use one of {run_dir}/checkpoints"
-        ):
+        with pytest.raises(ValueError, match=rf"{kept} is the dump of a bad step.* use one of {run_dir}/checkpoints"):
             start(open_checkpoint(kept))
     assert attention.hits == 2  # in the run, and when it was run again: with the same bits, so from the same state
     train(small_run(tmp_path, *STORY, "train.save_every=1"), tmp_path / "sound")

@@ -186,9 +186,9 @@ def test_tokens_of_other_rows_than_its_own_are_refused_by_the_cache(cache):
         cache.allocate(row)
     cache.extend([0, 1], 4)
     for rows, count in ((3, 1), (1, 4), (4, 2)):
-        with pytest.raises(ValueError, match=f"of {rows} rows are not for a KV cache of 2; give {count} of each"):
+        with pytest.raises(ValueError, match=f"for {rows} rows and the KV cache has 2; give {count} tokens for each"):
             cache.positions(rows, count)
-    with pytest.raises(ValueError, match="3 tokens are no whole number of each of the KV cache's 2 rows; give N"):
+    with pytest.raises(ValueError, match="3 tokens are not a multiple of the KV cache's 2 rows; give the same"):
         cache.attend(0, *tokens(3, 1, 0), attention.flash)
 
 
@@ -209,7 +209,7 @@ def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
     prompts.advance(3)
     for change in (lambda: None, lambda: cache.free(0), lambda: cache.allocate(0), lambda: cache.extend([0], 2)):
         change()
-        with pytest.raises(ValueError, match="these prompts, of 3 there, were for a row without tokens"):
+        with pytest.raises(ValueError, match="its prompt of 3 needs a row without tokens"):
             prompts.positions(1, 3)
 
 
@@ -226,7 +226,7 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
         cache.allocate([0, 1])
     with pytest.raises(ValueError, match="rows is 0; give a list of row numbers"):
         cache.extend(0, 10)
-    with pytest.raises(ValueError, match="to extend 2 rows by 1 numbers; give one for each"):
+    with pytest.raises(ValueError, match="extend got 2 rows and 1 counts of tokens; give one"):
         cache.extend([0, 1], [3])
     cache.allocate(0)
     with pytest.raises(ValueError, match="row 0 of the KV cache is in use with 0 tokens; free it first"):

@@ -254,7 +254,7 @@ def test_auto_takes_heads_where_it_can():
             {"document_mask": True, "micro_batch": 2},
             "train.micro_batch=2 is more than one row.*; use train.micro_batch=1",
         ),
-        ({"mask": "prefix:4"}, "model.mask=prefix:4 is of whole rows, and parallel.context=2 cuts them; use 1"),
+        ({"mask": "prefix:4"}, "model.mask=prefix:4 needs whole rows and parallel.context=2 cuts them; use 1"),
         ({"asked": "ring", "window": 4}, "ring takes no model.window; use parallel.context_method=gather"),
         ({"asked": "ring", "document_mask": True}, "ring takes no data.document_mask; use"),
         ({"asked": "ring", "attention_dropout": 0.1}, "ring takes no model.attention_dropout; use"),

@@ -212,7 +212,7 @@ def test_a_folder_that_may_not_be_listed_is_named(folder, cache, monkeypatch):
     monkeypatch.setattr(os, "scandir", scandir)
     for values in ({"local_dir": str(folder)}, {"source": "text", "files": f"{folder}/**"}):
         with pytest.raises(
-            ValueError, match=rf"^{folder}/de cannot be read \(Permission denied\); let it be read, or name"
+            ValueError, match=rf"^folder {folder}/de cannot be read \(Permission denied\); make it readable, or name"
         ):
             opened(cache, **values)
 

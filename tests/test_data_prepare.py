@@ -538,11 +538,14 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
         ({"source": "hub", "name": "a/b", "documents": "lines"}, "data.documents=lines"),
         (
             {"files": "a.txt"},
-            "data.files=['a.txt'] is for data.source=text, not embedded; add that, or data.files=null",
+            "data.files=['a.txt'] is read only with data.source=text, and data.source=embedded; use data.source=text",
         ),
-        ({"local_dir": "x"}, "data.local_dir=x is for data.source=hub, not embedded; add that, or data.local_dir=null"),
-        ({"text_field": "body"}, "data.text_field=body is for data.source=text or data.source=hub"),
-        ({"source": "text", "files": "a", "streaming": True}, "data.streaming=True is for data.source=hub"),
+        (
+            {"local_dir": "x"},
+            "data.local_dir=x is read only with data.source=hub, and data.source=embedded; use data.source=hub",
+        ),
+        ({"text_field": "body"}, "data.text_field=body is read only with data.source=text or data.source=hub"),
+        ({"source": "text", "files": "a", "streaming": True}, "data.streaming=True is read only with data.source=hub"),
         ({"cache_dir": ""}, "data.cache_dir='' is empty; use data.cache_dir=~/.cache/flashgpt/data"),
         (
             {"source": "hub", "name": "a/b", "validation_split": "train"},

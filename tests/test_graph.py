@@ -113,5 +113,5 @@ def test_graphs_are_used_where_shapes_stay_and_memory_is_ample(monkeypatch, aske
 
 
 def test_graphs_that_would_not_be_used_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"cuda_graphs=true cannot be with data\.document_mask=true, as documents"):
+    with pytest.raises(ValueError, match=r"cuda_graphs=true does not work with data\.document_mask=true: documents"):
         resolved(monkeypatch, True, *DOCUMENTS)

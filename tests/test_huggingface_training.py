@@ -499,7 +499,7 @@ def test_what_is_no_causal_model_is_refused_in_a_line(tmp_path):
 def test_a_model_without_attention_is_refused(tmp_path):
     config = transformers.MambaConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
-    match = r"model.name=.* says num_attention_heads=None where a number is needed; give"
+    match = r"model.name=.*: its config.json has num_attention_heads=None, which must be a whole number; use"
     with pytest.raises(ValueError, match=match):
         resolved(tmp_path, "naive")
     with pytest.raises(ValueError, match=match):  # scripts.doctor asks before all sizes are known

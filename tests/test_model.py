@@ -172,7 +172,9 @@ def test_an_explicit_name_that_cannot_run_raises_with_the_reason(monkeypatch):
 
 @pytest.mark.parametrize("key", ["attention", "loss"])
 def test_a_model_takes_resolved_names_only(key):
-    with pytest.raises(ValueError, match=rf"model\.{key}=auto is not yet a choice; give GPT what resolve_model makes"):
+    with pytest.raises(
+        ValueError, match=rf"model\.{key}=auto must be resolved before GPT; give it the config of resolve_model"
+    ):
         small_gpt(**{key: "auto"})
 
 
@@ -537,7 +539,7 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
         ({"rope_base": 0.0}, "model.rope_base=0.0 must be a number above 1"),
         ({"qk_norm": True, "qk_gain": 0.0}, "model.qk_gain=0.0 must be positive and finite; 1 leaves scores"),
         ({"qk_norm": True, "qk_gain": math.inf}, "model.qk_gain=inf must be positive and finite"),
-        ({"qk_gain": 1.5}, "model.qk_gain=1.5 is of normed heads; use model.qk_norm=true, or qk_gain=1"),
+        ({"qk_gain": 1.5}, "model.qk_gain=1.5 needs model.qk_norm=true; set that, or use model.qk_gain=1"),
         ({"mlp": "silu"}, "model.mlp=silu is unknown; use one of gelu, swiglu, relu2"),
         ({"attention": "fa2"}, "model.attention=fa2 is unknown; use one of auto, flash, naive, tiled, sdpa"),
         ({"activation_checkpointing": "all"}, "is unknown; use one of none, pointwise, full, selective"),

@@ -700,7 +700,7 @@ def test_what_cannot_be_combined_with_shared_weights():
     with pytest.raises(ValueError, match=r"model.name=some/model cannot be sharded; use parallel.data=replicate"):
         planned("model=huggingface", "model.name=some/model")
     with pytest.raises(
-        ValueError, match=r"cuda_graphs=true cannot be with parallel.data=shard, as weights are gathered"
+        ValueError, match=r"cuda_graphs=true does not work with parallel.data=shard: weights are gathered"
     ):
         planned(graphs=True)
     assert (planned().graphs, planned().graphs_reason) == (False, "weights are gathered in the middle of the step")

@@ -98,19 +98,21 @@ def test_a_call_without_its_room_is_refused(page):
     for row in range(2):
         cache.allocate(row)
     with torch.no_grad():
-        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 0 more tokens, not 3; before"):
+        with pytest.raises(
+            ValueError, match="row 0 of the KV cache has room for 0 more tokens and the call adds 3; call extend"
+        ):
             model(prompt(3, rows=2), kv_cache=cache)
         cache.extend([0, 1], 3)
         for _ in range(3):  # one by one, as they come
             model(prompt(1, rows=2), kv_cache=cache)
         cache.extend([0, 1], 1)
-        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 1 more tokens, not 2"):
+        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 1 more tokens and the call adds 2"):
             model(prompt(2, rows=2), kv_cache=cache)
         model(prompt(1, rows=2), kv_cache=cache)
-        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 0 more tokens, not 1"):
+        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 0 more tokens and the call adds 1"):
             model(prompt(1, rows=2), kv_cache=cache)
         cache.extend([0], 1)  # the other row would write where it has no room
-        with pytest.raises(ValueError, match="row 1 of the KV cache has room for 0 more tokens, not 1"):
+        with pytest.raises(ValueError, match="row 1 of the KV cache has room for 0 more tokens and the call adds 1"):
             model(prompt(1, rows=2), kv_cache=cache)
         cache.extend([1], 1)
         model(prompt(1, rows=2), kv_cache=cache)
@@ -131,7 +133,7 @@ def test_rows_that_come_one_by_one_leave_no_room_behind():
         cache.allocate(2)
         cache.extend([2], 5)
         cache.free(2)
-        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 0 more tokens, not 1"):
+        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 0 more tokens and the call adds 1"):
             model(prompt(1, rows=3), kv_cache=cache)
     with pytest.raises(ValueError, match="row 0 of the KV cache has 4 tokens and room for 4; a prompt is read into"):
         cache.prompts([0])

@@ -90,7 +90,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     try:
         return flat(yaml.safe_load(file.read_text()))
     except (yaml.YAMLError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged; delete it, and the run is known by its folder") from error
+        raise ValueError(f"{file} is damaged; delete it, and the run is named by its folder alone") from error
 
 
 def forked_from(folder: Path) -> str | None:

@@ -108,7 +108,7 @@ def resolve_method(
     """
     size, asked = parallel.context, parallel.context_method
     if model.mask is not None:
-        raise ValueError(f"model.mask={model.mask} is of whole rows, and parallel.context={size} cuts them; use 1")
+        raise ValueError(f"model.mask={model.mask} needs whole rows and parallel.context={size} cuts them; use 1")
     method, reason = asked, "asked for by name"
     if asked == "auto" and model.kv_heads % size == 0:
         method, reason = "heads", f"auto: {size} divides the {model.kv_heads} KV heads"

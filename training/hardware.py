@@ -143,7 +143,8 @@ def _device(config: HardwareConfig, world: World) -> torch.device:
         raise ValueError("hardware.device=mps but PyTorch sees no Apple GPU; use hardware.device=cpu")
     count = torch.cuda.device_count()
     if config.device.startswith("cuda") and gpu_number(config.device) >= count:
-        raise ValueError(f"hardware.device={config.device} but there are {count} of them; use hardware.device=cuda")
+        seen = f"{count} GPU{'s' * (count > 1)}"
+        raise ValueError(f"hardware.device={config.device} but PyTorch sees {seen}; use hardware.device=cuda")
     device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
     if config.cuda_graphs and device.type != "cuda":
         raise ValueError(f"hardware.cuda_graphs=true but hardware.device is {device.type}; leave it out")

@@ -75,7 +75,7 @@ def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> Worl
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"rank {rank} of {size} cannot meet the others at {place} ({reason}); are all started?"
+            f"rank {rank} of {size} cannot meet the others at {place} ({reason}); start all with that address"
         ) from error
     world.watchdog = Watchdog(world, store, limits)
     return world

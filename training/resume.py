@@ -106,8 +106,8 @@ def _require_a_runs(checkpoint: Checkpoint) -> None:
     """Raise ValueError unless the checkpoint is a run's, with what resuming needs; the dump of a bad step is not."""
     if "first" in checkpoint.meta:
         raise ValueError(
-            f"{checkpoint.path} is what a bad step left behind, which scripts.replay runs again (dump=...), and no "
-            f"checkpoint to train from; use one of {checkpoint.path.parents[1] / 'checkpoints'}"
+            f"{checkpoint.path} is the dump of a bad step, for scripts.replay (dump=...), and no checkpoint to train "
+            f"from; use one of {checkpoint.path.parents[1] / 'checkpoints'}"
         )
     checkpoint.require(NEEDED_META, checkpoint.meta, META)
 

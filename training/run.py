@@ -68,7 +68,7 @@ class TrainConfig:
         if self.on_nonfinite not in POLICIES:
             raise ValueError(f"train.on_nonfinite={self.on_nonfinite} is not one of {', '.join(POLICIES)}")
         if self.on_nonfinite == "rollback" and not (self.save_every or self.eval_every):
-            raise ValueError("train.on_nonfinite=rollback has nothing to go back to with train.save_every=0; raise it")
+            raise ValueError("train.on_nonfinite=rollback needs checkpoints and train.save_every=0; raise it")
         if self.max_hours is not None and not self.max_hours > 0:
             raise ValueError(f"train.max_hours={self.max_hours} must be more than 0, or null")
 
@@ -315,7 +315,7 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
     nothing = False, "forward and backward, and the optimizer", ""
     found, reason, key = next((row for row in obstacles if row[0]), nothing)
     if hardware.graphs and key:
-        raise ValueError(f"hardware.cuda_graphs=true cannot be with {key}, as {reason}; leave it out")
+        raise ValueError(f"hardware.cuda_graphs=true does not work with {key}: {reason}; leave it out")
     if hardware.graphs is not None:
         return hardware.graphs, "as configured"
     return not found, f"{reason}; hardware.cuda_graphs=true tries all the same" if found and not key else reason
