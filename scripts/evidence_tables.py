@@ -329,7 +329,7 @@ def headline(folder: Path) -> str:
         speeds = ", ".join(cell(one if row["processes"] == 1 else several, row) for row in steps)
         step = cell("{batch_tokens:,} tokens a GPU and step in sequences of {seq_len:,}", steps[0])
         equal = [row["equal"] for row in rows_of(found) if row["cell"] == "hashes"]
-        bits = " where one batch gives the same bits," if equal and all(equal) else ""
+        bits = "; one batch gives the same bits on all of them" if equal and all(equal) else ""
         soon = ""
         race = reports(folder, "time_to_loss/shakespeare/time_to_loss.json")
         if ours := next((row for row in rows_of(race) if row["name"] == "ours" and "times_best" in row), None):
@@ -339,7 +339,7 @@ def headline(folder: Path) -> str:
                 cell(f"{form} its learning rate tuned and its schedule kept", ours | {"target": target}),
                 found | race,
             )
-        lines.append(f"- **Training**: GPT-2 124M at {speeds},{bits} {step}{soon} ({_brief(found)})")
+        lines.append(f"- **Training**: GPT-2 124M at {speeds} ({step}{bits}){soon} ({_brief(found)})")
     if found := reports(folder, "generation/bench_generation.json"):
         speed = {
             (row["model"], row["batch"]): row["tokens_per_second"]
