@@ -46,6 +46,14 @@ def rows_of(found: Reports) -> list[Row]:
     return [{"experiment": name} | row for name, report in found.items() for row in report["rows"]]
 
 
+def stated(form: str, report: dict[str, Any]) -> str:
+    """`form` with the report's facts; empty where the report lacks one."""
+    try:
+        return form.format_map(report)
+    except KeyError:
+        return ""
+
+
 def printed(program: str) -> Callable[[Reports], Table]:
     """The rows as scripts.bench.<program> prints them, with the experiment's name where there are several, and its
     TITLE and CAPTION, which may name facts of the report."""
@@ -54,7 +62,7 @@ def printed(program: str) -> Callable[[Reports], Table]:
         columns = import_module(f"scripts.bench.{program}")
         run = {"run": "{experiment}"} if len(found) > 1 else {}
         report = next(iter(found.values()))
-        title, caption = (cell(getattr(columns, name, ""), report) for name in ("TITLE", "CAPTION"))
+        title, caption = (stated(getattr(columns, name, ""), report) for name in ("TITLE", "CAPTION"))
         return table(rows_of(found), run | columns.NAMES, columns.FIGURES, title, caption)
 
     return made

@@ -278,6 +278,7 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys, monkeypatch)
     assert "590,395 tokens/s in 18.4 GiB on one GPU, 1,150,000 on 2 (65,536 tokens" in lines[0]
     assert "a loss of 1.4698 on Shakespeare 4.1 times as soon as nanoGPT, 3.9 with its learning rate tuned" in lines[0]
     assert "1,000 alone and 64,000 in a batch of 64 (ours), 1,000 alone" in lines[1]
+    assert "With the same weights" not in text  # the report does not say how near both are
     assert "rounding alone in 1 of 1 parity runs" in lines[2]
     for line in lines:
         assert line.endswith("(X, torch 2.11.0, commit c0ffee)")
