@@ -354,8 +354,8 @@ def headline(folder: Path) -> str:
             for row in rows_of(found)
             if row["choice"] == "greedy"
         }
-        version = " and ".join({report["transformers"]: 0 for report in found.values() if "transformers" in report})
-        names = {"gpt": "ours", "transformers_static": f"transformers {version}".strip() + " with its static cache"}
+        versions = sorted({report["transformers"] for report in found.values() if "transformers" in report})
+        names = {"gpt": "ours", "transformers_static": " ".join(("transformers", *versions, "with its static cache"))}
         drawn = [
             f"{speed[model, 1]:,.0f} alone and {speed[model, 64]:,.0f} in a batch of 64 ({name})"
             for model, name in names.items()

@@ -33,7 +33,10 @@ from training.stop import StopRequest, resume_command
 from training.wandb_run import brief, named, send, start_wandb
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb")
+PACKAGES = (
+    *("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb"),
+    *("transformers", "flash-attn-4"),
+)
 
 # what a console line shows of a record, in this order
 TRAINING_FORMS = {
@@ -339,7 +342,7 @@ def provenance() -> dict[str, Any]:
         "commit": git_commit(),
         "command": command(),
         "python": platform.python_version(),
-        "versions": {name: version_of(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
@@ -388,7 +391,7 @@ def git_commit() -> str | None:
         return None
 
 
-def version_of(name: str) -> str | None:
+def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -28,7 +28,7 @@ from conf.mistakes import fail
 from kernels.device import HAS_TRITON, interpreting
 from training.curves import picture
 from training.hardware import Hardware, HardwareConfig, set_up
-from training.log import provenance, version_of
+from training.log import provenance
 
 Row = dict[str, Any]
 Columns = dict[str, str]  # heading -> what a row has there, as a format string over the row's keys
@@ -39,7 +39,6 @@ COLOURS = {
     "flash4": "C3", "flash4_deterministic": "C4", "tiled": "C6", "sdpa": "C8",
 }  # fmt: skip
 OTHER_COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
-PEERS = ("flash-attn-4", "transformers")  # packages that we are measured beside: their versions, where installed
 LARGEST = 2**24  # that a typed number may be, so that products of several stay finite
 STYLES = ("-", "--", ":", "-.")  # of lines of one colour
 
@@ -212,11 +211,8 @@ class Report:
     @cached_property
     def origin(self) -> dict[str, Any]:
         driver = next((gpu["driver_version"] for gpu in installed_gpus()), None)
-        source = provenance() | {"driver": driver}
-        source["versions"] |= {name: version for name in PEERS if (version := version_of(name))}
-        if cudnn := torch.backends.cudnn.version():
-            source["versions"]["cudnn"] = cudnn
-        return {"hardware": self.hardware, "provenance": source}
+        libraries = {"driver": driver, "cudnn": torch.backends.cudnn.version()}
+        return {"hardware": self.hardware, "provenance": provenance() | libraries}
 
     def add(self, *rows: Row) -> None:
         """Add what was measured and write it to the file, so that it outlives a benchmark that is stopped.
@@ -279,13 +275,11 @@ def without_nan(found: Any) -> Any:
 def origin_line(report: dict[str, Any]) -> str:
     """Machine, versions, commit and command of a report."""
     source = report["provenance"]
-    found = source["versions"]
-    versions = ", ".join(
-        f"{name} {found.get(name)}"
-        for name in ("torch", "triton", *(name for name in (*PEERS, "cudnn") if name in found))
-    )
-    driver = f", driver {source['driver']}" if source.get("driver") else ""
-    return f"{report['hardware']}; {versions}{driver}; commit {source['commit']}; `{source['command']}`"
+    peers = ("flash-attn-4", "transformers")  # where they are installed
+    names = ["torch", "triton", *(name for name in peers if source["versions"].get(name))]
+    versions = ", ".join(f"{name} {source['versions'].get(name)}" for name in names)
+    libraries = "".join(f", {name} {source[name]}" for name in ("cudnn", "driver") if source.get(name))
+    return f"{report['hardware']}; {versions}{libraries}; commit {source['commit']}; `{source['command']}`"
 
 
 def installed_gpus() -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ import torch
 
 from conf.program import program
 from conf.schema import Settings
-from model import ATTENTION, GPTConfig, build_model, resolve_model
+from model import ATTENTION, GPTConfig, resolve_model
 from model.recompute import MODES
 from scripts.bench.calls import SDPA, held_to, refusal
 from scripts.bench.clock import Parts, failures_as_rows, free, laps
@@ -166,7 +166,7 @@ def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
     """Speed and memory of the step; times in ms, memory in GiB."""
     bench, seq_len, hardware = settings.bench, settings.data.seq_len, chosen.hardware
     torch.manual_seed(settings.train.seed)
-    model = build_model(settings.model, bench.vocab_size, seq_len, device=hardware.device)
+    model = chosen.build_model()
     forward = parallelize(model, hardware)
     optimizer = Optimizer(model, settings.optim, hardware.dtype)
     shape = settings.sequences_per_step, seq_len + 1
