@@ -1,5 +1,6 @@
 """The full matrix of attention on a GPU: a fixed set of 2,000 cases and a fresh one; see tests/fuzz.py."""
 
+import json
 import os
 import random
 
@@ -16,7 +17,7 @@ from tests.fuzz import CONFIGURATIONS, KINDS, fuzz, make_case, run_case
 def test_gpu_random_calls(cases):
     seed = 0 if cases == 2000 else random.SystemRandom().randrange(2**31)
     summary = fuzz(cases, seed, workers=min(14, os.cpu_count()))
-    assert summary["failed"] == 0, summary
+    assert not summary["failures"], json.dumps(summary)  # pytest cuts a dictionary short
 
 
 def test_the_fuzz_covers_every_configuration_and_kind_of_input():
@@ -52,6 +53,14 @@ def test_one_key_of_float32_outliers_is_within_what_its_sums_round():
     """dS is dP - delta, two sums of 80,000 in another order each, and 0."""
     case = {"number": 261, "dtype": "float32", "kind": "outliers", "heads": 8, "kv_heads": 1, "head_dims": (48, 80),
             "causal": False, "layout": "bhnd", "batch": 1, "num_q": 1, "num_k": 1}  # fmt: skip
+    assert run_case(case, "cpu") is None
+
+
+def test_the_gradient_of_a_sink_is_within_what_rounded_outliers_of_o_add_up_to(monkeypatch):
+    """O of some thousands is rounded by tens; in a sum over rows these errors cancel in one O and not in another."""
+    case = make_case(296, seed=841111817)
+    assert (case["kind"], case["dtype"], case["sinks"]) == ("outliers", "bfloat16", True)
+    monkeypatch.setattr("tests.fuzz.flash_attention", ATTENTION["tiled"][0])  # it rounds as the kernels do
     assert run_case(case, "cpu") is None
 
 
