@@ -1,14 +1,14 @@
 """Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
 
 import contextlib
-import copy
 import gc
 import importlib
 import os
+import pickle
 import sys
 from collections import Counter
-from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 # containers often forbid bytecode, and every process that the suite starts would compile PyTorch's modules again
 if sys.dont_write_bytecode:
@@ -17,10 +17,12 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
 
-import omegaconf.base
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 
 from kernels.device import HAS_TRITON
 
@@ -106,10 +108,16 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def runs_leave_no_pictures():
-    """Drawing one takes longer than all else of a small run; tests/test_curves.py draws them."""
+def runs_leave_out_what_takes_longer_than_they_do():
+    """Pictures, which tests/test_curves.py draws, full garbage collections, and asking git for the same commit."""
+    from training.log import git_commit
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.curves.draw_run", lambda run, path: None)
+        for module in ("training.curves", "scripts.bench.clock"):
+            patch.setattr(f"{module}.gc", SimpleNamespace(collect=lambda: 0))
+        if commit := git_commit():
+            patch.setenv("GIT_COMMIT", commit)
         yield
 
 
@@ -132,13 +140,30 @@ def forecasts_are_shared(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def what_is_composed_is_parsed_once():
-    """Programs are given the same arguments again and again, and their configuration holds the same few ${...}: the
-    two parsers took a quarter of composing it."""
-    parsed = cache(partial(OverridesParser.parse_rule, OverridesParser.create()))
+def what_is_composed_is_read_and_merged_once():
+    """Programs have the same few YAML files; reading and merging them took most of a run's configuration."""
+    read, merge, kept = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list, {}
+
+    def a_copy_of(key, make):  # Hydra writes into what it has
+        if key not in kept:
+            kept[key] = pickle.dumps(make())
+        return pickle.loads(kept[key])
+
+    def read_once(self, config_path):
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.scheme() != "pkg":
+            return read(self, config_path)
+        return a_copy_of((source.path, config_path), lambda: read(self, config_path))
+
+    def merge_once(self, defaults, repo):
+        if any(source.scheme() == "file" for source in repo.get_sources()):  # a test's own
+            return merge(self, defaults, repo)
+        schema = pickle.dumps(ConfigStore.instance().repo.get("schema.yaml"))  # the program's
+        return a_copy_of((str(defaults), schema), lambda: merge(self, defaults, repo))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OverridesParser, "parse_rule", lambda self, text, rule: copy.copy(parsed(text, rule)))
-        patch.setattr(omegaconf.base, "parse", cache(omegaconf.base.parse))
+        patch.setattr(ConfigRepository, "load_config", read_once)
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
         yield
 
 

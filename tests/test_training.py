@@ -541,6 +541,29 @@ def test_a_file_of_a_run_is_on_disk_before_its_name_is(tmp_path, monkeypatch):
     assert (flushed, path.read_text()) == ([("{}", False)], "{}")
 
 
+def test_the_commit_says_whether_the_code_is_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_log, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")  # which may ask for signatures
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+
+    def git(*arguments: str) -> str:
+        name = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        command = ["git", "-C", str(tmp_path), *name, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert run_log.git_commit() is None
+    (tmp_path / "train.py").write_text("1")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    (tmp_path / "notes.txt").write_text("untracked")
+    assert run_log.git_commit() == git("rev-parse", "HEAD")
+    (tmp_path / "train.py").write_text("2")
+    assert run_log.git_commit() == git("rev-parse", "HEAD") + "+changes"
+    monkeypatch.setenv("GIT_COMMIT", "c0ffee")
+    assert run_log.git_commit() == "c0ffee"
+
+
 def test_a_run_that_is_killed_while_it_is_described_has_the_mark_of_one(tmp_path, monkeypatch):
     written, description = [], {"provenance": {}, "left_open": {}, "settings": {}}
     monkeypatch.setattr(run_log, "_write_whole", lambda path, content: written.append(path.name))
