@@ -1,12 +1,14 @@
 """Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
 
 import contextlib
+import copy
 import gc
 import importlib
 import os
 import pickle
 import sys
 from collections import Counter
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from kernels.device import HAS_TRITON
 
@@ -141,7 +144,8 @@ def forecasts_are_shared(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def what_is_composed_is_read_and_merged_once():
-    """Programs have the same few YAML files; reading and merging them took most of a run's configuration."""
+    """Programs have the same few YAML files and arguments; reading and merging them took most of a run's
+    configuration."""
     read, merge, kept = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list, {}
 
     def a_copy_of(key, make):  # Hydra writes into what it has
@@ -161,7 +165,10 @@ def what_is_composed_is_read_and_merged_once():
         schema = pickle.dumps(ConfigStore.instance().repo.get("schema.yaml"))  # the program's
         return a_copy_of((str(defaults), schema), lambda: merge(self, defaults, repo))
 
+    parsed = cache(partial(OverridesParser.parse_rule, OverridesParser.create()))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OverridesParser, "parse_rule", lambda self, text, rule: copy.copy(parsed(text, rule)))
+        patch.setattr(ConfigStore, "__deepcopy__", lambda self, memo: self, raising=False)  # there is only one
         patch.setattr(ConfigRepository, "load_config", read_once)
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
         yield
