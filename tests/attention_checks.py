@@ -125,15 +125,16 @@ def rounded_o_term(o: Tensor, q, k, v, do, **options) -> dict[str, float]:
     """
     e = (do.double() * (o - o.to(q.dtype).double())).sum(-1)
     e += torch.copysign(2**-23 * (do.double() * o).norm(dim=-1), e)
-    moved = oracle(q, k, v, torch.zeros_like(do), e.transpose(0, 1) if o.dim() == 3 else e, **options)
+    # of roundings by up to half an ulp, the standard deviation
+    spread = torch.finfo(q.dtype).eps / 12**0.5 * (do.double() * o).norm(dim=-1)
+    if o.dim() == 3:  # packed: LSE has heads first
+        e, spread = e.transpose(0, 1), spread.transpose(0, 1)
+    moved = oracle(q, k, v, torch.zeros_like(do), e, **options)
     terms = {name: float(moved[name].abs().max()) for name in ("dq", "dk") if moved[name].numel()}
     if "dsinks" in moved and moved["dsinks"].numel():
-        # one sum over all rows, in which these errors may cancel and another O's may not: two standard deviations, of
-        # roundings by up to half an ulp
-        spread = torch.finfo(q.dtype).eps / 12**0.5 * (do.double() * o).norm(dim=-1)
+        # one sum over all rows, in which the errors of this O may cancel and another's may not: two deviations of it
         p = (options["sinks"].double()[:, None] - moved["lse"]).exp()  # what the sink has of each row
-        by_head = (p * (spread.transpose(0, 1) if o.dim() == 3 else spread)).transpose(0, -2).flatten(1)
-        terms["dsinks"] = 2 * float(by_head.norm(dim=-1).max())
+        terms["dsinks"] = 2 * float((p * spread).transpose(0, -2).flatten(1).norm(dim=-1).max())
     return terms
 
 

@@ -188,7 +188,7 @@ def test_tokens_of_other_rows_than_its_own_are_refused_by_the_cache(cache):
     for rows, count in ((3, 1), (1, 4), (4, 2)):
         with pytest.raises(ValueError, match=f"for {rows} rows and the KV cache has 2; give {count} tokens for each"):
             cache.positions(rows, count)
-    with pytest.raises(ValueError, match="3 tokens are not a multiple of the KV cache's 2 rows; give the same"):
+    with pytest.raises(ValueError, match="3 tokens are not a multiple of the KV cache's 2 rows; give the same number"):
         cache.attend(0, *tokens(3, 1, 0), attention.flash)
 
 
@@ -226,7 +226,7 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
         cache.allocate([0, 1])
     with pytest.raises(ValueError, match="rows is 0; give a list of row numbers"):
         cache.extend(0, 10)
-    with pytest.raises(ValueError, match="extend got 2 rows and 1 counts of tokens; give one"):
+    with pytest.raises(ValueError, match="extend got 2 rows and 1 counts of tokens; give one count a row"):
         cache.extend([0, 1], [3])
     cache.allocate(0)
     with pytest.raises(ValueError, match="row 0 of the KV cache is in use with 0 tokens; free it first"):

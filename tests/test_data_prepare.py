@@ -538,11 +538,13 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
         ({"source": "hub", "name": "a/b", "documents": "lines"}, "data.documents=lines"),
         (
             {"files": "a.txt"},
-            "data.files=['a.txt'] is read only with data.source=text, and data.source=embedded; use data.source=text",
+            "data.files=['a.txt'] is read only with data.source=text, and data.source=embedded; use data.source=text, "
+            "or data.files=null",
         ),
         (
             {"local_dir": "x"},
-            "data.local_dir=x is read only with data.source=hub, and data.source=embedded; use data.source=hub",
+            "data.local_dir=x is read only with data.source=hub, and data.source=embedded; use data.source=hub, or "
+            "data.local_dir=null",
         ),
         ({"text_field": "body"}, "data.text_field=body is read only with data.source=text or data.source=hub"),
         ({"source": "text", "files": "a", "streaming": True}, "data.streaming=True is read only with data.source=hub"),

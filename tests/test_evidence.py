@@ -275,7 +275,8 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys, monkeypatch)
     assert readme.read_text() == f"before\n<!-- figures -->\n{headline(tmp_path)}\n<!-- /figures -->\nafter\n"
     lines = readme.read_text().splitlines()[2:-2]
     assert len(lines) == 3  # cuDNN's backward was not measured
-    assert "590,395 tokens/s in 18.4 GiB on one GPU, 1,150,000 on 2 (65,536 tokens" in lines[0]
+    step = "65,536 tokens a GPU and step in sequences of 1,024; one batch gives the same bits on all of them"
+    assert f"590,395 tokens/s in 18.4 GiB on one GPU, 1,150,000 on 2 ({step})" in lines[0]
     assert "a loss of 1.4698 on Shakespeare 4.1 times as soon as nanoGPT, 3.9 with its learning rate tuned" in lines[0]
     assert "1,000 alone and 64,000 in a batch of 64 (ours), 1,000 alone" in lines[1]
     assert "With the same weights" not in text  # the report does not say how near both are
@@ -309,7 +310,7 @@ def test_the_same_bits_are_said_where_all_were_equal(tmp_path):
     hashes = report["rows"][-1]
     for rows in ([*report["rows"], hashes | {"equal": False}], report["rows"][:-1]):
         write(path, report | {"rows": rows})
-        assert "sequences of 1,024);" in headline(tmp_path)
+        assert "1,150,000 on 2 (65,536 tokens a GPU and step in sequences of 1,024);" in headline(tmp_path)
 
 
 def test_calls_over_a_cache_with_as_many_query_heads_are_told_apart(tmp_path):
