@@ -39,7 +39,6 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm on each head of q and k, which bounds the scores
     qk_gain: float = 1.0  # with qk_norm: factor of the scores, which lie within +-qk_gain sqrt(head_dim)
     tie_embeddings: bool = True  # the output head is the embedding table
-    zero_init: bool = False  # output projections of attention and MLP, and an untied head, begin at zero
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
     attention_dropout: float = 0.0  # on the softmax's probabilities; the same mask in all backends; not with sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it

@@ -255,15 +255,12 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Normal weights of std 0.02; those that write to the residual stream divided by sqrt(2 layers).
 
-        There are 2 x num_layers such writes, so their sum starts at the scale of one (GPT-2, section 2.3). With
-        zero_init these weights and an untied head are zero: a block begins as the identity (Zhang et al. 2019, Fixup).
+        There are 2 x num_layers such writes, so their sum starts at the scale of one (GPT-2, section 2.3).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         for name, weight in self.named_parameters():
             writes_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
             nn.init.normal_(weight, std=residual_std if writes_residual else INIT_STD, generator=generator)
-            if self.config.zero_init and (writes_residual or name == "head.weight"):
-                nn.init.zeros_(weight)
 
     def forward(
         self,

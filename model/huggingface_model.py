@@ -37,7 +37,7 @@ SIZES = {
     "num_kv_heads": "num_key_value_heads",
     "n_embd": "hidden_size",
 }
-OURS = ("mlp", "mlp_hidden", "qk_norm", "qk_gain", "tie_embeddings", "window", "mask", "rope_base", "zero_init")
+OURS = ("mlp", "mlp_hidden", "qk_norm", "qk_gain", "tie_embeddings", "window", "mask", "rope_base")
 MODES = ("none", "full")
 # what their code raises for a config.json whose values do not fit each other or the weights
 MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)

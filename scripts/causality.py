@@ -74,9 +74,8 @@ def _small_model(config: GPTConfig, hardware: Hardware) -> GPT:
         pattern, number = parse_mask(mask)
         mask = f"{pattern}:{min(number, 5)}"
     small = replace(
-        config, **sizes, mlp_hidden=64, window=window, mask=mask, loss="plain", activation_checkpointing="none",
-        zero_init=False,  # with blocks that are the identity no token changes another's logits
-    )  # fmt: skip
+        config, **sizes, mlp_hidden=64, window=window, mask=mask, loss="plain", activation_checkpointing="none"
+    )
     generator = torch.Generator().manual_seed(0)
     model = GPT(small, VOCAB, SEQ_LEN, device=hardware.device, generator=generator)
     for weight in model.parameters():

@@ -384,7 +384,7 @@ def test_documents_that_cannot_be_kept_apart_are_refused_before_the_run(tmp_path
 
 OF_OURS = {
     "mlp": "relu2", "mlp_hidden": 99, "qk_norm": True, "tie_embeddings": False, "window": 7,
-    "mask": "prefix:3", "rope_base": 5e5, "zero_init": True, "num_heads": 8, "num_kv_heads": 1, "n_embd": 96,
+    "mask": "prefix:3", "rope_base": 5e5, "num_heads": 8, "num_kv_heads": 1, "n_embd": 96,
 }  # fmt: skip
 
 

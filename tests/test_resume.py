@@ -308,12 +308,12 @@ def test_another_commit_is_printed(stopped, capsys, monkeypatch):
 def test_a_checkpoint_from_before_there_was_a_key_goes_on(stopped, capsys):
     """What it lacks it was trained with the default of."""
     shutil.copytree(stopped / "run", stopped / "older", symlinks=True)
-    described_anew(open_checkpoint(stopped / "older").path, lambda meta: meta["settings"]["model"].pop("zero_init"))
+    described_anew(open_checkpoint(stopped / "older").path, lambda meta: meta["settings"]["model"].pop("qk_norm"))
     older = f"resume={stopped / 'older'}"
     assert go_on(stopped, "train.steps=3", older)["steps"] == 3
-    assert "changed    model.zero_init null -> false\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"trained with model\.zero_init=false, this run has true; use false"):
-        go_on(stopped, "model.zero_init=true", older)
+    assert "changed    model.qk_norm null -> false\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"trained with model\.qk_norm=false, this run has true; use false"):
+        go_on(stopped, "model.qk_norm=true", older)
 
 
 @pytest.mark.parametrize(

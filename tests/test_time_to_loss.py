@@ -293,7 +293,7 @@ def test_the_recipe_of_nanochat(nanochat):
 def test_a_change_is_a_key_that_a_run_has(small):
     assert changed(small, "optim.lr=0.5").optim.lr == 0.5
     assert changed(small, "optim.lr=1e-3").optim.lr == 0.001  # text in YAML
-    assert changed(small, "model.zero_init=true").model.zero_init is True
+    assert changed(small, "model.qk_norm=true").model.qk_norm is True
     assert changed(small, "model.mlp=relu2").nanogpt == small.nanogpt
     assert changed(small, "train.max_hours=null").train.max_hours is None
     assert changed(small, "data.files=[a.txt]").data.files == ["a.txt"]

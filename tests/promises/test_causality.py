@@ -28,11 +28,6 @@ def test_what_is_right_is_found_right(name, changes, dtype):
     assert probe(config(name, **changes), hardware) == ALL_RIGHT
 
 
-def test_a_network_that_begins_as_the_identity_is_found_right():
-    """As in experiment=shakespeare: until its first step no token moves another's logits."""
-    assert probe(config(zero_init=True, tie_embeddings=False), HARDWARE) == ALL_RIGHT
-
-
 def test_packing_is_probed_with_an_attention_that_can():
     other = "flash" if HARDWARE.device.type == "cuda" else "naive"
     assert probe(config("sdpa"), HARDWARE) == dict.fromkeys(("model", f"packing ({other})", *CACHES))
