@@ -69,9 +69,9 @@ def flash_attention_with_kvcache(
     Args:
         q: (B, Hq, Nq, D) float32, bfloat16 or float16, Nq from 1 to 16, D from 16 to 256.
         k_cache, v_cache: (B, Hkv, S, D), or pages (P, Hkv, page, D) with `block_table`; q's dtype, int8 or,
-            from compute capability 8.9 on, float8_e4m3fn, whose NaN a GPU reads as 480 (Triton's interpreter rounds to
-            it without the carry, so a value that rounds up to a power of two becomes half of that). Both have the same
-            strides, the last one 1. Hq is a multiple of Hkv.
+            from compute capability 8.9 on, float8_e4m3fn, whose NaN a GPU reads as 480, or in keys as NaN (Triton's
+            interpreter rounds to it without the carry, so a value that rounds up to a power of two becomes half of
+            that). Both have the same strides, the last one 1. Hq is a multiple of Hkv.
         k, v: (B, Hkv, Nq, D), q's dtype: the same tokens' keys and values, written after each row's last key.
         cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length marks an absent
             row, which attends to nothing and writes nothing.

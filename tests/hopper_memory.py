@@ -31,9 +31,13 @@ class Tile(np.ndarray):
 
     type = SimpleNamespace(layout=None)
 
-    def to(self, dtype):
+    def to(self, dtype, bitcast=False):
+        if bitcast:
+            return self.astype(np.int32 if dtype == "float32" else np.float32).view(dtype)
         if self.dtype == bool:
             return self.astype(np.int64)
+        if dtype == "float16":
+            return self.astype(np.float16).astype(np.float32)
         return self.astype(np.float32) if dtype == "float32" else self
 
 

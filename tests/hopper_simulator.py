@@ -5,7 +5,7 @@ tiles are visited, masks, phases and counts of barriers (a partition that waits 
 of every copy, turns that programs wait for. TMA addresses memory as the hardware does, 64-bit arithmetic and bounds
 included. A product reads its operands as late as it may, when it is waited for; so does a copy out. What is written or
 added to global memory is seen when its partition ends, or when a turn is passed on by a partition that met the writing
-one at a barrier. Layouts, registers, rounding to 16 bits and time do not exist here.
+one at a barrier. Layouts, registers, rounding to the inputs' 16 bits and time do not exist here.
 """
 
 import operator
@@ -277,7 +277,7 @@ def _language(machine) -> SimpleNamespace:
         ),
         SwizzledSharedLayout=lambda *_, **__: "tile", split=lambda x: (x[..., 0], x[..., 1]),
         math=SimpleNamespace(div_rn=np.divide), **dict.fromkeys(("int64", "bfloat16")),
-        **{name: name for name in ("float32", "int32", "int16", "int8", "float8e4nv")},
+        **{name: name for name in ("float32", "float16", "int32", "int16", "int8", "float8e4nv")},
     )  # fmt: skip
 
 

@@ -336,9 +336,9 @@ def test_a_workspace_is_left_as_it_was():
 
 
 @triton.jit
-def widen_kernel(pairs, even, odd, stored: tl.constexpr):
+def widen_kernel(pairs, even, odd, stored: tl.constexpr, NAN: tl.constexpr):
     places = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    even_values, odd_values = widened(tl.load(pairs + places), even.dtype.element_ty, stored)
+    even_values, odd_values = widened(tl.load(pairs + places), even.dtype.element_ty, stored, NAN)
     tl.store(even + places, even_values)
     tl.store(odd + places, odd_values)
 
@@ -346,14 +346,29 @@ def widen_kernel(pairs, even, odd, stored: tl.constexpr):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else []), ids=str)
 @pytest.mark.parametrize("stored", decode.EIGHT_BITS, ids=str)
 def test_eight_bits_are_widened_exactly(stored, dtype):
-    """Every pair of neighbors but those with e4m3's NaN."""
+    """Every pair of neighbors; with e4m3's NaN only where that is asked for."""
     pairs = torch.arange(-(2**15), 2**15, device=DEVICE).short()
     even, odd = torch.empty(2, 2**16, dtype=dtype, device=DEVICE)
-    widen_kernel[(64,)](pairs, even, odd, tl.int8 if stored == torch.int8 else tl.float8e4nv)
     expected = pairs.view(stored).to(dtype).reshape(-1, 2)
     known = expected.isfinite().all(1)
     assert known.sum() >= 254**2
-    assert torch.equal(torch.stack((even, odd), 1)[known], expected[known])
+    for nan in (False, True):
+        widen_kernel[(64,)](pairs, even, odd, tl.int8 if stored == torch.int8 else tl.float8e4nv, nan)
+        found = torch.stack((even, odd), 1)
+        assert torch.equal(found[known], expected[known])
+    if GPU and dtype == torch.float16:
+        assert torch.equal(found.nan_to_num(1e3), expected.nan_to_num(1e3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", decode.EIGHT_BITS, ids=str)
+def test_queries_of_any_size_give_the_same_bits_over_eight_bits(stored):
+    """In Hopper's kernel they go through float16."""
+    q, keys, values, *_, k_scale, v_scale, lengths = bits_case(torch.bfloat16, stored, 128, [400, 33])
+    named = {"k_scale": k_scale, "v_scale": v_scale, "cache_seqlens": lengths}
+    expected = flash_attention_with_kvcache(q, keys, values, scale=0.1, **named)
+    for power in (2.0**100, 2.0**-100):
+        assert torch.equal(flash_attention_with_kvcache(q * power, keys, values, scale=0.1 / power, **named), expected)
 
 
 def launches(engine, batch, capacity, page, num_q=1):

@@ -39,6 +39,7 @@ def a_call(
     caches = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
     scales = None, None
     if scaled:
+        q = q.bfloat16().to(dtype)  # float16, through which it goes, holds it
         caches = [(cache * 40).to(torch.int8) for cache in caches]
         of_scales = shape[:3] if scaled == "token" else shape[1:2]
         scales = [torch.rand(of_scales, generator=generator) * 0.02 + 0.01 for _ in range(2)]
@@ -77,7 +78,9 @@ def exactly(call):
     return [x.clone() for x in wide[:3]], {"k": wide[3], "v": wide[4], **named}
 
 
-def run(monkeypatch, call, tile=SMALL, cut=(3, 5), pauses=None, causal=True, window=(-1, -1), softcap=0.0, **tensors):
+def run(monkeypatch, call, tile=SMALL, cut=(3, 5), pauses=None, causal=True, window=(-1, -1), softcap=0.0, scale=None,
+    **tensors,
+):  # fmt: skip
     """O, LSE, and the caches and their scales after the call, by the kernel's own source."""
     from kernels.hopper import decode as hopper
     from kernels.portable import decode as portable
@@ -87,7 +90,7 @@ def run(monkeypatch, call, tile=SMALL, cut=(3, 5), pauses=None, causal=True, win
     monkeypatch.setattr(portable, "cut_for", lambda *_: cut)
     PLANS.clear()
     mask, *bounds = canonical_window(causal, window)
-    options = Options(mask, call.q.shape[3] ** -0.5, *bounds, softcap)._replace(**tensors)
+    options = Options(mask, scale or call.q.shape[3] ** -0.5, *bounds, softcap)._replace(**tensors)
     written = "k_cache", "v_cache", "k_scale", "v_scale"
     call = call._replace(**{name: x if (x := getattr(call, name)) is None else x.clone() for name in written})
     o, lse = hopper.launch_hopper_decode(call, options, tile)
@@ -122,6 +125,7 @@ CASES = {
         "scaled": "token",
         "tokens_first": True,
     },
+    "8 bits, all columns": {"lengths": [150, 20], "head_dim": 128, "num_q": 8, "heads": 2, "scaled": "token"},
     "many queries": {"lengths": [300, 2, 58], "head_dim": 80, "num_q": 11, "heads": 4, "page": 16},
 }
 OPTIONS = [{"window": (70, 0)}, {"softcap": 5.0}, {"causal": False, "window": (100, 40)}]
@@ -149,6 +153,15 @@ def test_simulated_it_agrees_with_float64(name, options, tile, monkeypatch):
     for ours, theirs in zip(written, (*exact[1:], named["k_scale"], named["v_scale"]), strict=True):
         if ours is not None:
             assert torch.equal(ours.double().nan_to_num(9.0), theirs.double().nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("scaled", ["head", "token"])
+def test_simulated_queries_of_any_size_go_through_float16(scaled, monkeypatch):
+    call = a_call([150, 20], head_dim=80, num_q=2, scaled=scaled)
+    expected = run(monkeypatch, call, scale=0.1)[:2]
+    for power in (2.0**100, 2.0**-100):
+        found = run(monkeypatch, call._replace(q=call.q * power), scale=0.1 / power)[:2]
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("page", [16, 128])

@@ -39,7 +39,9 @@ class Rings:
     item_full: gl.shared_memory_descriptor
     item_empty: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor  # (ITEMS, BLOCK_M, BLOCK_D); for WORDS (ITEMS * 2, BLOCK_M, 64): even, odd columns
+    q_units: gl.shared_memory_descriptor  # (ITEMS, BLOCK_M) fp32, of `_in_half`; read only for WORDS
     q_boxes: gl.shared_memory_descriptor  # the same, as (ITEMS * halves * BLOCK_M / 8, 8, 64)
+    q_unit_boxes: gl.shared_memory_descriptor  # (ITEMS * BLOCK_M / 8, 8)
     q_full: gl.shared_memory_descriptor
     stored: gl.shared_memory_descriptor
 
@@ -339,6 +341,17 @@ def _as_box(part, descriptor):
 
 
 @gluon.jit
+def _in_half(queries):
+    """Return queries (rows, D) in float16, and the unit of each row: a power of two, so that its largest number lies
+    between 2^14 and 2^15. Exact, but for numbers below 2^-29 of their row's largest."""
+    largest = gl.max(gl.abs(queries), 1)
+    exponent = gl.maximum(largest.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23)  # no power leaves float32
+    per_unit = ((253 << 23) - (exponent - (15 << 23))).to(gl.float32, bitcast=True)
+    unit = (exponent - (14 << 23)).to(gl.float32, bitcast=True)
+    return (queries * per_unit[:, None]).to(gl.float16), unit
+
+
+@gluon.jit
 def fetcher(q, q_strides, group, num_q, rings, build):
     """One warp loads the queries of each item's KV head into shared memory, in boxes of 8 rows by 64 columns. Rows past
     the last query hold stale data or zeros; they only affect their own sums, which are never stored."""
@@ -361,7 +374,8 @@ def fetcher(q, q_strides, group, num_q, rings, build):
             first = place * HALVES * (build.BLOCK_M // BOX) + box
             if build.WORDS:
                 keep = (query < num_q)[:, None] & (columns < build.HEAD_DIM)[None, :]
-                values = gl.load(rows[:, None] + columns[None, :], mask=keep, other=0.0)
+                values, unit = _in_half(gl.load(rows[:, None] + columns[None, :], mask=keep, other=0.0).to(gl.float32))
+                rings.q_unit_boxes.index(place * (build.BLOCK_M // BOX) + box).store(unit)
                 even, odd = gl.split(gl.reshape(values, [BOX, HALF, 2]))
                 rings.q_boxes.index(first).store(even)
                 rings.q_boxes.index(first + build.BLOCK_M // BOX).store(odd)

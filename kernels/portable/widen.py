@@ -47,19 +47,28 @@ def _e4m3(to: str) -> str:
     fma.rn.{kind} $1, e, power, zero;}}"""
 
 
+# the conversion of compute capability 8.9 and newer takes two neighbors of a word of four, and keeps NaN
+_E4M3_FP16_NAN = """{.reg .b32 x; .reg .b16 even, odd;
+    prmt.b32 x, $2, 0, 0x3120;
+    mov.b32 {even, odd}, x;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;}"""
 INT8_BF16, INT8_FP16 = tl.constexpr(_int8("bf16")), tl.constexpr(_int8("fp16"))
 E4M3_BF16, E4M3_FP16 = tl.constexpr(_e4m3("bf16")), tl.constexpr(_e4m3("fp16"))
+E4M3_FP16_NAN = tl.constexpr(_E4M3_FP16_NAN)
 PACKED = tl.constexpr(not interpreting())
 
 
 @triton.jit
-def widened(pairs, dtype: tl.constexpr, stored: tl.constexpr):
-    """The even and the odd numbers of pairs (int16) of stored ones, int8 or e4m3, in dtype. e4m3's NaN reads as 480."""
+def widened(pairs, dtype: tl.constexpr, stored: tl.constexpr, NAN: tl.constexpr = False):
+    """The even and the odd numbers of pairs (int16) of stored ones, int8 or e4m3, in dtype. e4m3's NaN reads as 480,
+    with NAN as NaN, which takes fewer instructions to float16."""
     if PACKED and dtype == tl.bfloat16:
         code: tl.constexpr = INT8_BF16 if stored == tl.int8 else E4M3_BF16
         return tl.inline_asm_elementwise(code, "=r,=r,r", [pairs], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
     elif PACKED and dtype == tl.float16:
-        code: tl.constexpr = INT8_FP16 if stored == tl.int8 else E4M3_FP16
+        e4m3: tl.constexpr = E4M3_FP16_NAN if NAN else E4M3_FP16
+        code: tl.constexpr = INT8_FP16 if stored == tl.int8 else e4m3
         return tl.inline_asm_elementwise(code, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
     else:
         even, odd = pairs.to(tl.int8), (pairs >> 8).to(tl.int8)
