@@ -9,8 +9,8 @@ global memory (decode_consumer.py). The collector warpgroup folds the partial re
 memory nor tensor cores idle at the end of an item. Where results have many lines and each program has at most one item,
 the last programs to arrive at a row fold some lines each.
 
-Up to 16 queries that share a KV head are the columns of both products, because wgmma needs 64 rows, and P passes
-through shared memory. Up to 64 are the rows:
+Up to 32 queries that share a KV head, up to 16 at head_dim 64, are the columns of both products, because wgmma needs 64
+rows, and P passes through shared memory. Up to 64 are the rows:
 
     S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T        or        S = Q K^T        O = P V
 
@@ -208,7 +208,8 @@ def tile_for(call: Call) -> DecodeTile:
     anew. The fixed cost of an item is that of two tiles, so spans are long. Results of many rows are large, and those
     of narrow heads are large for their keys: then fewer calls are cut into quads, and none where both are."""
     rows, _ = decode_rows(call.q.shape, call.k_cache.shape[1])
-    wide, as_rows = call.q.shape[3] > 64, rows > 16
+    wide = call.q.shape[3] > 64
+    as_rows = rows > (32 if wide else 16)  # at 64 there are no registers for more columns
     block_k = 64 if as_rows and not wide else 128
     stages = (2 if wide else 384 // block_k) * (2 if call.k_cache.itemsize == 1 else 1)
     return DecodeTile(

@@ -62,7 +62,7 @@ def _sums_layout(build):
 @gluon.constexpr_function
 def _warps_layout(build):
     """Layout of (4 warps, queries): queries lie as in the scores, and each thread holds the values of all 4 warps."""
-    registers = [[0, 1], *([[0, 8]] if build.BLOCK_M == 16 else []), [1, 0], [2, 0]]
+    registers = [[0, 1], *([0, columns] for columns in (8, 16) if columns < build.BLOCK_M), [1, 0], [2, 0]]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, build.BLOCK_M])
 

@@ -92,7 +92,7 @@ def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, grou
     """Fold a share of the lines of a level's parts from memory. Stores the result as `_hand_on` does."""
     first, step, count, to = slots
     LINES: gl.constexpr = lines_of(build)
-    if in_flight(build) > build.QUAD and build.QUERIES_AS_ROWS:
+    if in_flight(build) > build.QUAD and build.BLOCK_M > 16:
         few = gl.where(count <= build.QUAD, 1, 0)
         at_once = LINES * (1 + few)
         for line in range(share * at_once, parts.rows, shares * at_once):
