@@ -367,7 +367,7 @@ def test_queries_of_any_size_give_the_same_bits_over_eight_bits(stored):
     q, keys, values, *_, k_scale, v_scale, lengths = bits_case(torch.bfloat16, stored, 128, [400, 33])
     named = {"k_scale": k_scale, "v_scale": v_scale, "cache_seqlens": lengths}
     expected = flash_attention_with_kvcache(q, keys, values, scale=0.1, **named)
-    for power in (2.0**100, 2.0**-100):
+    for power in (2.0**90, 2.0**-90):
         assert torch.equal(flash_attention_with_kvcache(q * power, keys, values, scale=0.1 / power, **named), expected)
 
 
