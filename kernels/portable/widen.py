@@ -48,14 +48,13 @@ def _e4m3(to: str) -> str:
 
 
 # the conversion of compute capability 8.9 and newer takes two neighbors of a word of four, and keeps NaN
-_E4M3_FP16_NAN = """{.reg .b32 x; .reg .b16 even, odd;
+E4M3_FP16_NAN = tl.constexpr("""{.reg .b32 x; .reg .b16 even, odd;
     prmt.b32 x, $2, 0, 0x3120;
     mov.b32 {even, odd}, x;
     cvt.rn.f16x2.e4m3x2 $0, even;
-    cvt.rn.f16x2.e4m3x2 $1, odd;}"""
+    cvt.rn.f16x2.e4m3x2 $1, odd;}""")
 INT8_BF16, INT8_FP16 = tl.constexpr(_int8("bf16")), tl.constexpr(_int8("fp16"))
 E4M3_BF16, E4M3_FP16 = tl.constexpr(_e4m3("bf16")), tl.constexpr(_e4m3("fp16"))
-E4M3_FP16_NAN = tl.constexpr(_E4M3_FP16_NAN)
 PACKED = tl.constexpr(not interpreting())
 
 
