@@ -238,12 +238,13 @@ def figures(curves: list[Curve], target: float) -> Row:
 
 
 def draw(path: Path, curves: dict[tuple[str, int], Curve], target: float, hardware: str) -> None:
-    """Held-out loss against training seconds and against tokens: a colour for each contender, a line for each seed."""
+    """Held-out loss against training seconds and tokens: a colour, or its dashes, for each contender; a line a seed."""
     names = list(dict.fromkeys(name for name, _ in curves))
     with picture(path, 1, 2, size=(10, 4.2), title=f"time to a loss, {hardware}", sharey=True) as panels:
         for axes, place, axis in zip(panels, (1, 0), ("training seconds", "tokens"), strict=True):
             for (name, _), curve in curves.items():
-                style = {"color": OTHER_COLOURS[names.index(name) % len(OTHER_COLOURS)], "linewidth": 1.2}
+                turn, colour = divmod(names.index(name), len(OTHER_COLOURS))
+                style = {"color": OTHER_COLOURS[colour], "linestyle": ("-", "--")[turn % 2], "linewidth": 1.2}
                 axes.plot([p[place] for p in curve], [p[2] for p in curve], label=name, **style)
             axes.axhline(target, color="0.5", linestyle=":", label=f"{target:.4f}")
             axes.set(xlabel=axis, xlim=(0, None))
