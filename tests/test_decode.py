@@ -681,11 +681,11 @@ def test_a_token_of_zeros_is_zeros_in_eight_bits(stored, monkeypatch):
     for interpreted in (False, True):
         for module in ("kernels.decode", "kernels.support"):
             monkeypatch.setattr(f"{module}.interpreting", lambda answer=interpreted: answer)
-        keys, values = (torch.zeros(1, 1, 16, 16).to(stored) for _ in range(2))
-        scales = [torch.ones(1, 1, 16) for _ in range(2)]
+        keys, values = (torch.zeros(1, 1, 16, 16, device=DEVICE).to(stored) for _ in range(2))
+        scales = [torch.ones(1, 1, 16, device=DEVICE) for _ in range(2)]
         o = flash_attention_with_kvcache(
-            torch.ones(1, 1, 1, 16), keys, values, *torch.zeros(2, 1, 1, 1, 16), k_scale=scales[0], v_scale=scales[1],
-            cache_seqlens=torch.zeros(1, dtype=torch.int32),
+            torch.ones(1, 1, 1, 16, device=DEVICE), keys, values, *torch.zeros(2, 1, 1, 1, 16, device=DEVICE),
+            k_scale=scales[0], v_scale=scales[1], cache_seqlens=torch.zeros(1, dtype=torch.int32, device=DEVICE),
         )  # fmt: skip
         assert o.eq(0).all()
         assert 0 < scales[1][0, 0, 0] < 1e-15
@@ -786,12 +786,15 @@ def check_unfit(fault, dtype, head_dim, padded) -> None:
 
 @pytest.mark.parametrize("attention", [flash_attention_with_kvcache, naive_attention_with_kvcache])
 def test_pages_before_a_window_may_be_gone(attention):
-    q, _, _, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])
-    table = torch.arange(6, dtype=torch.int32, device=DEVICE).reshape(2, 3)
-    pages = [torch.randn(6, 2, 16, 16, device=DEVICE) for _ in range(2)]
+    """Those that end 128 slots or more before the first key that is seen: tiles have at most so many."""
+    q, _, _, k, v, *_ = bits_case(torch.float32, torch.float32, 16, [40, 33])
+    lengths = torch.tensor([220, 213], dtype=torch.int32, device=DEVICE)
+    table = torch.arange(28, dtype=torch.int32, device=DEVICE).reshape(2, 14)
+    pages = [torch.randn(28, 2, 16, 16, device=DEVICE) for _ in range(2)]
     options = {"cache_seqlens": lengths, "window": (5, 0), "alibi_slopes": torch.rand(4, device=DEVICE)}
     expected = attention(q, *(x.clone() for x in pages), k, v, block_table=table, **options)
-    table[:, 0] = -1
+    assert not expected.isnan().any()
+    table[:, : (213 - 5 - 128) // 16] = -1
     found = attention(q, *pages, k, v, block_table=table, **options)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

@@ -47,15 +47,22 @@ def check(logits: torch.Tensor, draws: int, **options) -> None:
     assert draw_tokens(padded, uniform.to(DEVICE), **options).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab_size", [5, 65, 5000])
+SIZES = (5, 65, 5000)
+CASES = [  # in the interpreter a Latin square: each options with each dtype and with each size
+    pytest.param(size, dtype, options, marks=() if (i + j + k) % 3 == 0 else pytest.mark.gpu)
+    for i, size in enumerate(SIZES)
+    for j, dtype in enumerate(DTYPES)
+    for k, options in enumerate(OPTIONS)
+]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype", "options"), CASES, ids=str)
 def test_the_token_is_that_of_the_definition(vocab_size, dtype, options):
     check(rows_of(vocab_size, dtype), 2 if vocab_size == 5000 else 4, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab_size", [5, 65, 5000])
+@pytest.mark.parametrize("vocab_size", SIZES)
 def test_at_temperature_0_it_is_the_first_of_the_largest(vocab_size, dtype):
     logits = rows_of(vocab_size, dtype)
     logits[8, -1] = logits[8].amax()  # twice, or the last
