@@ -1,4 +1,4 @@
-"""Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
+"""Where the tests run: on the CPU, kernels in Triton's interpreter; with `gpu` in `-m`, on the GPU that there is."""
 
 import contextlib
 import copy
@@ -38,10 +38,6 @@ FIRST = (
     *("test_memory.py", "test_train.py", "test_resume.py", "test_wandb.py"),
 )
 
-# before any test module imports triton: the interpreter is chosen when a kernel is decorated
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process a core: threads, also of what it starts, would wait in line
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
@@ -49,7 +45,17 @@ else:
     torch.set_num_threads(2)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Before anybody looks for a GPU: the suite is the same whether there is one or not, and its workers inherit it."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_configure(config):
+    # before any test module imports triton: the interpreter is chosen when a kernel is decorated
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and not config.getoption("file_or_dir"):
         compile_a_share(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
@@ -78,9 +84,9 @@ def compile_a_share(worker: int, workers: int) -> None:
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One more than there are cores, as tests wait for what they start; one where there is a GPU, whose memory some
-    tests look at."""
-    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0)) + 1
+    """One more than there are cores, as tests wait for what they start, but at most 16: each takes 1.4 GB. One on a
+    GPU, whose memory some tests look at."""
+    return 1 if torch.cuda.is_available() else min(len(os.sched_getaffinity(0)) + 1, 16)
 
 
 def pytest_collection_modifyitems(items):
@@ -89,7 +95,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU and -m gpu")
     for item in items:
         if item.get_closest_marker("gpu"):  # `keywords` has the folder of the checkout, too
             item.add_marker(skip)
@@ -123,6 +129,20 @@ def runs_leave_out_what_takes_longer_than_they_do():
         if not torch.cuda.is_available():
             for module in ("training.curves", "scripts.bench.clock"):
                 patch.setattr(f"{module}.gc", SimpleNamespace(collect=lambda: 0))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_is_hidden_from_pytorch_is_hidden_from_all(tmp_path_factory):
+    """A GPU that `nvidia-smi` lists and PyTorch does not see is a mistake to scripts.doctor."""
+    if torch.cuda.is_available():
+        yield
+        return
+    stand_in = tmp_path_factory.mktemp("driver") / "nvidia-smi"
+    stand_in.write_text("#!/bin/sh\nexit 1\n")
+    stand_in.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}")
         yield
 
 

@@ -135,7 +135,7 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
 def test_a_cpu_that_is_named_is_explained_and_no_gpu_elsewhere(tmp_path, capsys):
     explain.main.__wrapped__(settings("what=memory", "hardware.device=cpu", schema=ExplainSettings), tmp_path)
     text = capsys.readouterr().out
-    assert "; CPU, " in text
+    assert f"; CPU ({torch.backends.cpu.get_cpu_capability()}), " in text
     assert "cuBLAS" not in text
 
 

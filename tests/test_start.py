@@ -13,7 +13,7 @@ from conf import interrupt
 from conf.program import program
 from conf.schema import HardwareConfig
 from kernels import why_not
-from scripts.bench.report import refuse_without_gpu
+from scripts.bench.report import installed_gpus, refuse_without_gpu
 from tests.test_text import Echo
 from training.log import ROOT
 
@@ -125,6 +125,13 @@ def test_without_triton_a_run_takes_sdpa(tmp_path):
     suite = end_of(tmp_path, "-m", "pytest", "tests/test_conf.py", **macos)
     assert suite.returncode == 1
     assert suite.stderr.startswith("error: the tests run kernels, and Triton is not installed")
+
+
+def test_the_suite_is_the_same_where_there_is_a_gpu(pytestconfig):
+    if "gpu" in pytestconfig.option.markexpr:
+        pytest.skip("it is asked for")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert installed_gpus() == []
 
 
 def test_without_triton_nobody_is_sent_to_its_interpreter(monkeypatch):
