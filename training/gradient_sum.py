@@ -55,7 +55,7 @@ class GradientSum:
         for parameter in self._parameters:
             parameter.grad = None
         for _ in range(sums):
-            terms = _added(self._pending.pop(), terms)
+            torch._foreach_add_(terms, self._pending.pop())  # in the memory of the last backward pass
         self._pending.append(terms)
 
 
@@ -70,9 +70,3 @@ def sums_completed(micro_batches: int) -> list[int]:
     later = micro_batches // 2
     *ends, last = sums_completed(micro_batches - later) + sums_completed(later)
     return [*ends, last + 1]
-
-
-def _added(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:
-    """The sum, in the memory of `later`, where the last backward pass wrote."""
-    torch._foreach_add_(later, earlier)
-    return later

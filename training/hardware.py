@@ -170,7 +170,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _description(config: HardwareConfig, device: torch.device, dtype: torch.dtype, compiled: bool, world: World) -> str:
-    words = [f"CPU, {torch.get_num_threads()} threads", str(dtype).removeprefix("torch.")]
+    vectors = torch.backends.cpu.get_cpu_capability()  # AVX2, AVX512, ...: what speed and roundings differ by
+    words = [f"CPU ({vectors}), {torch.get_num_threads()} threads", str(dtype).removeprefix("torch.")]
     if device.type == "mps":
         words[0] = "Apple GPU (mps: as PyTorch has it, never measured here)"
     if dtype == torch.float16:

@@ -204,14 +204,14 @@ def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) ->
     """
     if interpreting():
         return DecodeTile(block_k=16, span=3, num_warps=4, num_stages=1, per_sm=1, groups=2)
-    padded = max(16, 1 << (head_dim - 1).bit_length())
+    width = padded(max(16, head_dim))
     if dtype == torch.float32:  # exact products are unrolled: more keys spill
-        return DecodeTile(max(16, 2048 // padded), 8, 4, 1, 2)
-    block_k = min(128, 16384 // (padded * dtype.itemsize))
+        return DecodeTile(max(16, 2048 // width), 8, 4, 1, 2)
+    block_k = min(128, 16384 // (width * dtype.itemsize))
     stages = 5 if paged else 3
     if block_m > 32:
         return DecodeTile(block_k, 8, 8, stages, 1)  # 255 registers, 16 bytes spilled, 112 KB
-    if block_m > 16 or padded > 128 or (dtype.itemsize == 1 and paged):
+    if block_m > 16 or width > 128 or (dtype.itemsize == 1 and paged):
         return DecodeTile(block_k, 8, 4, stages, 2)  # 255 registers
     return DecodeTile(block_k, 8, 4, stages, 3, max_registers=168)  # 70 KB, at most 8 bytes spilled
 
@@ -269,8 +269,8 @@ def table_for(arch: tuple[int, int], element_bytes: int) -> dict[tuple[str, int,
 def table_tile(kernel: str, arch: tuple[int, int], element_bytes: int, head_dim: int, variant: str) -> Tile:
     """The table's tile for a kernel ("fwd", "dkdv" or "dq") on compute capability `arch`."""
     table = table_for(arch, element_bytes)
-    padded = max(16, 1 << (head_dim - 1).bit_length())
-    tile = table.get((kernel, padded, variant)) or table.get((kernel, padded, "any"))
+    width = padded(max(16, head_dim))
+    tile = table.get((kernel, width, variant)) or table.get((kernel, width, "any"))
     assert tile is not None, f"no tile for {kernel} at head_dim {head_dim}"
     return tile
 
