@@ -119,7 +119,7 @@ def plain_options(
     packing = _NO_PACKING
     if cu_seqlens is not None or max_seqlen is not None:
         packing = (*_pair(cu_seqlens), *_pair(max_seqlen))
-        if len(packing) != 4 or type(packing[2]) is not int or type(packing[3]) is not int:
+        if len(packing) != 4 or packing[0] is None or type(packing[2]) is not int or type(packing[3]) is not int:
             return None
     for x in (alibi_slopes, sinks, *packing[:2]):
         if x is not None and not (isinstance(x, Tensor) and x.is_contiguous()):

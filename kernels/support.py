@@ -4,7 +4,7 @@ It is the one source of the refusals at run time, of the choice between the engi
 of the table in kernels/README.md. Every answer is one sentence with the remedy, or None.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -143,7 +143,7 @@ def why_not(
         raise ValueError(f"dtype={dtype!r} is unknown; use one of PyTorch's, as torch.bfloat16")
     if "block_mask" in features and (twice := [f for f in features if f in IN_THE_MASK]):
         return f"block_mask with {' and '.join(twice)} is not supported; put all of it into the mask"
-    reason = head_dim is not None and _head_dim_reason(implementation, head_dim)
+    reason = head_dim is not None and _head_dim_reason(implementation, head_dim, features, dtype)
     try:
         device = device if device is None else torch.device(device)
     except RuntimeError as error:
@@ -193,13 +193,14 @@ def refuse_forward_mode(name: str, instead: str, *tensors: Tensor) -> None:
         raise RuntimeError(f"{name} has no forward-mode derivative (jvp): use {instead} for it")
 
 
-def _head_dim_reason(implementation: str, head_dim: int) -> str | None:
+def _head_dim_reason(implementation: str, head_dim: int, features: Collection[str], dtype: torch.dtype) -> str | None:
     allowed = HOPPER_HEAD_DIMS if implementation == "hopper" else FLASH_HEAD_DIMS
     # not `in`: under Dynamo head_dim may be a symbol
     fits = allowed.start <= head_dim < allowed.stop and (head_dim - allowed.start) % allowed.step == 0
     if fits or implementation not in ("flash", *KERNELS):
         return None
-    name, instead = "flash attention", SDPA
+    others = all(IMPLEMENTATIONS["sdpa"].supports(feature, dtype) for feature in features)
+    name, instead = "flash attention", SDPA if others else TILED
     if implementation in KERNELS:
         name, instead = implementation, KERNELS[implementation].instead
     return f"head_dim {head_dim} is not supported by {name} ({_listed(allowed)}); use {instead}"
@@ -257,7 +258,7 @@ def why_not_flash(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
     """Why `flash_attention` cannot run this checked call."""
     features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
     reason = why_not("flash", q.dtype, features, device=q.device, head_dim=q.shape[3])
-    return reason or _head_dim_reason("flash", v.shape[3])
+    return reason or _head_dim_reason("flash", v.shape[3], features, q.dtype)
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False) -> str | None:

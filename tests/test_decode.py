@@ -691,6 +691,31 @@ def test_a_token_of_zeros_is_zeros_in_eight_bits(stored, monkeypatch):
         assert 0 < scales[1][0, 0, 0] < 1e-15
 
 
+@pytest.mark.parametrize("attention", [flash_attention_with_kvcache, naive_attention_with_kvcache])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_token_that_is_not_a_number_makes_its_row_none(stored, attention):
+    """Of one of its columns, or of all: its scale is NaN, not the largest of the others."""
+    keys, values = (torch.zeros(2, 1, 16, 16, device=DEVICE).to(stored) for _ in range(2))
+    scales = [torch.ones(2, 1, 16, device=DEVICE) for _ in range(2)]
+    k, v = torch.ones(2, 2, 1, 1, 16, device=DEVICE)
+    k[0, ..., 3] = v[1] = float("nan")
+    q, lengths = torch.ones(2, 1, 1, 16, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    o = attention(q, keys, values, k, v, cache_seqlens=lengths, k_scale=scales[0], v_scale=scales[1])
+    assert o.isnan().all()
+    assert [scale[:, 0, 0].isnan().tolist() for scale in scales] == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize("attention", [flash_attention_with_kvcache, naive_attention_with_kvcache])
+def test_a_cache_that_autograd_keeps_is_not_written_in_silence(attention):
+    cache, values, x = (torch.randn(1, 1, 32, 16, device=DEVICE) for _ in range(3))
+    kept = (x.requires_grad_() * cache).sum()
+    q, k, v = torch.randn(3, 1, 1, 1, 16, device=DEVICE)
+    with torch.no_grad():
+        attention(q, cache, values, k, v, cache_seqlens=torch.tensor([3], dtype=torch.int32, device=DEVICE))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
 @pytest.mark.parametrize("odd", ["new", "cache", "offset"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_of_odd_strides_are_appended(dtype, odd):

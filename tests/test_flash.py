@@ -409,10 +409,21 @@ def test_scale_must_be_finite(scale):
         flash_attention(q, k, v, scale=scale)
 
 
+@pytest.mark.parametrize("packing", [{"max_seqlen": 0}, {"cu_seqlens": (None, None), "max_seqlen": (0, 0)}], ids=str)
+def test_a_right_call_makes_no_wrong_one_right(packing):
+    """Its checks are not made twice for one kind of call."""
+    q, k, v = make_qkv(1, 1, 1, 4, 4, 16, device=DEVICE)
+    flash_attention(q, k, v)
+    with pytest.raises(ValueError, match="seqlen"):
+        flash_attention(q, k, v, **packing)
+
+
 def test_why_not_names_the_remedy(monkeypatch):
     assert why_not("flash", torch.float32, device=DEVICE, head_dim=64) is None
     sdpa = "use PyTorch's scaled_dot_product_attention (model.attention=sdpa)"
     assert sdpa in why_not("flash", torch.float32, device=DEVICE, head_dim=320)
+    tiled = "use tiled_attention (model.attention=tiled)"  # SDPA has no windows
+    assert why_not("flash", torch.float32, ["window"], head_dim=320).endswith(f"; {tiled}")
     naive = "use naive_attention (model.attention=naive)"
     assert naive in why_not("flash", torch.float64, device=DEVICE, head_dim=64)
     monkeypatch.setenv("TRITON_INTERPRET", "0")

@@ -82,8 +82,10 @@ def test_parts_of_a_long_product_take_turns_and_leave_none():
     for _ in range(3):
         assert torch.equal(skinny_linear(x, weight, residual=residual, workspace=workspace), alone)
         assert not workspace.any()
-    for wrong in (workspace[:39], workspace.long()):
-        with pytest.raises(ValueError, match=r"workspace has (39|40) elements of .* expected 40 int32 zeros"):
+    for wrong in (workspace[:39], workspace.long(), workspace[:1].expand(40), workspace.repeat(2)[::2]):
+        with pytest.raises(
+            ValueError, match=r"workspace has (39|40) elements of .*; expected 40 int32 zeros, contiguous"
+        ):
             skinny_linear(x, weight, workspace=wrong)
 
 

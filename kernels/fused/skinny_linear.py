@@ -119,9 +119,12 @@ def skinny_linear(
             f"positions has shape {tuple(positions.shape)} and dtype {positions.dtype}; expected int32 or int64, one "
             f"for each of {rows} rows, beside rotary"
         )
-    if workspace is not None and (workspace.dtype != torch.int32 or workspace.numel() < weight.size(0)):
+    if workspace is not None and (
+        workspace.dtype != torch.int32 or workspace.numel() < weight.size(0) or not workspace.is_contiguous()
+    ):
         raise ValueError(
-            f"workspace has {workspace.numel()} elements of {workspace.dtype}; expected {weight.size(0)} int32 zeros"
+            f"workspace has {workspace.numel()} elements of {workspace.dtype} and strides {workspace.stride()}; "
+            f"expected {weight.size(0)} int32 zeros, contiguous"
         )
     of_kernel = x.dtype != torch.float64 and (x.is_cuda or interpreting())  # kernels sum in float32
     if not of_kernel or needs_dispatcher(x, weight):

@@ -5,6 +5,7 @@ This file is the contract (torch only); the kernel loads when a CUDA tensor need
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..ops import needs_dispatcher
 
@@ -33,6 +34,7 @@ def write_kvcache(
         from .write_kvcache_kernel import launch_write_kvcache
 
         launch_write_kvcache(*caches, places[0].contiguous(), places[2].contiguous(), k, v)
+        increment_version([cache for cache in caches if not cache.is_inference()])  # autograd cannot see it
     else:
         for cache, x in zip(caches, (k, v), strict=True):
             cache[places] = x

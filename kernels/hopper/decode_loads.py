@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..portable.cached import factor_of, rounded
+from ..portable.cached import factor_of, magnitude, rounded
 from ..portable.record import record
 from ..portable.split import ROWS_BLOCK, Batch, cut, extent, row_of
 from . import tma
@@ -174,7 +174,7 @@ def _narrowed(values, scale, kv_head, at, keep, build):
     if build.SCALES == 1:
         return rounded(values, gl.load(scale + kv_head), stored_dtype(build))
     else:
-        factor = factor_of(gl.max(gl.abs(values), 1), stored_dtype(build))
+        factor = factor_of(gl.max(magnitude(values), 1), stored_dtype(build))
         gl.store(scale + at, factor, mask=keep)
         return rounded(values, factor[:, None], stored_dtype(build))
 

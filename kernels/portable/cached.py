@@ -70,9 +70,16 @@ def _largest(stored):
 
 
 @triton.jit
+def magnitude(values):
+    """Return |values|, fp32, as integers of the same order. NaN is the largest; a maximum of floats would drop it."""
+    return tl.abs(values).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def factor_of(largest, stored: tl.constexpr):
-    """Return the scale of a token whose largest magnitude is `largest`."""
-    return tl.maximum(tl.math.div_rn(largest, _largest(stored)), 2.0**-60)
+    """Return the scale of a token whose largest `magnitude` is `largest`."""
+    factor = tl.math.div_rn(largest.to(tl.float32, bitcast=True), _largest(stored))
+    return tl.where(factor < 2.0**-60, 2.0**-60, factor)
 
 
 @triton.jit
@@ -100,7 +107,7 @@ def append(new, tensor, scale, new_strides, first, begin, end, cache, SCALES: tl
         if SCALES > 0:
             values = values.to(tl.float32)
             if SCALES == 2:
-                factor = factor_of(tl.max(tl.abs(values), 1), tensor.dtype.element_ty)
+                factor = factor_of(tl.max(magnitude(values), 1), tensor.dtype.element_ty)
                 tl.store(
                     key_pointers(scale, cache.scale_strides, start, end, cache, APPENDED, False), factor, mask=inside
                 )
