@@ -101,6 +101,8 @@ class KVCache:
         """
         if not isinstance(rows, Sequence):
             raise ValueError(f"rows is {rows}; give a list of row numbers")
+        if hasattr(num_tokens, "tolist"):  # an array's or a tensor's
+            num_tokens = num_tokens.tolist()
         counts = num_tokens if isinstance(num_tokens, list | tuple) else [num_tokens] * len(rows)
         if len(counts) != len(rows):
             raise ValueError(f"extend got {len(rows)} rows and {len(counts)} counts of tokens; give one count a row")

@@ -29,7 +29,7 @@ from kernels.block_masks import version_of
 from kernels.decode import MAX_QUERIES
 
 HIDDEN = -1e4  # this or less, added to a score, hides a pair: exp(-1e4) is 0
-INSTEAD = 'use set_attn_implementation("sdpa")'
+INSTEAD = 'use set_attn_implementation("sdpa"), or "eager" where the model has no sdpa'
 HOLE = (
     "attention_mask has a hole, a 0 between two 1s of a row, which gpt_triton cannot see on a GPU without waiting; "
     f"pad at the ends, pass booleans (B, 1, N, N), or {INSTEAD}"
@@ -38,8 +38,10 @@ HOLE = (
 # without an attention_mask, a model being compiled looks for packed documents, whether there are any or not
 PACKED = "gpt_triton looks for packed documents outside of graphs; compile without fullgraph, or pass an attention_mask"
 
-# model_type of models whose layers add numbers, which they compute from the tokens, to the mask
-OF_NUMBERS = ("doge",)
+# model_type of models whose layers compute with the mask: they add numbers of the tokens to it, or choose keys by it
+OF_NUMBERS = (
+    "axk2", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4", "mistral_large4", "mistral_large4_text",
+)  # fmt: skip
 # parts of their mask functions that ranges of keys can express
 CAUSAL = {"causal_mask_function"}
 WINDOWED = {"sliding_window_overlay", "sliding_window_bidirectional_overlay"}
@@ -79,7 +81,7 @@ def mask(
             that a GPU has found.
     """
     if (model := getattr(config, "model_type", None)) in OF_NUMBERS:
-        raise ValueError(f"layers of {model} add numbers to their mask, which gpt_triton does not compute; {INSTEAD}")
+        raise ValueError(f"layers of {model} compute with their mask, of which gpt_triton makes none; {INSTEAD}")
     if attention_mask is not None and len(attention_mask) != batch_size:
         raise ValueError(f"attention_mask has {len(attention_mask)} rows and the batch {batch_size}; give one for each")
     refuse_found_holes()

@@ -57,7 +57,7 @@ def test_flash_reads_the_cache_as_the_views_do(window):
         caches[0].extend([1, 0], 16)
     for cache in caches:
         with pytest.raises(ValueError, match="row 0 of the KV cache cannot be extended by -1 tokens; use 0 or more"):
-            cache.extend([1, 0], [3, -1])
+            cache.extend([1, 0], torch.tensor([3, -1]))
         assert cache.reserved == [27, 6]
 
 

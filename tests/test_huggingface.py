@@ -527,7 +527,7 @@ def refused(match, family="Llama", **given):
     assert "\n" not in str(error.value)
 
 
-SDPA = r'use set_attn_implementation\("sdpa"\)'
+SDPA = r'use set_attn_implementation\("sdpa"\), or "eager" where the model has no sdpa'
 
 
 def test_a_row_of_padding_alone_is_none(in_pytorch):

@@ -1,6 +1,8 @@
 """Masks that are no range of keys in transformers' models with our attention: pairs, their mask functions, holes."""
 
+import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +30,7 @@ from tests.huggingface_models import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SDPA = r'use set_attn_implementation\("sdpa"\)'
+SDPA = r'use set_attn_implementation\("sdpa"\), or "eager" where the model has no sdpa'
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for a CPU")
 
 
@@ -358,13 +360,36 @@ def test_a_mask_with_other_rows_than_the_batch_is_refused(rows, in_pytorch):
         model(tokens(), attention_mask=padding("left").repeat(2, 1)[:rows])
 
 
+def test_every_model_that_chooses_keys_by_its_mask_is_named():
+    """In transformers' own text: its layers add the mask to scores of their own, or widen it."""
+    chooses = re.compile(r"index_scores \+ attention_mask|F\.pad\(attention_mask, \(0, kv")
+    models = Path(transformers.__file__).parent / "models"
+    found = {file.parent.name for file in models.glob("*/modeling_*.py") if chooses.search(file.read_text())}
+    assert found - {*huggingface_masks.OF_NUMBERS} == set()
+
+
+def test_layers_that_choose_keys_by_their_mask_are_refused():
+    """One token without a mask saw nothing: the empty table of ours was widened to a mask that hides all."""
+    config = transformers.DeepseekV4Config(
+        vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, head_dim=16, sliding_window=6,
+        layer_types=["sliding_attention"], moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        q_lora_rank=32, o_lora_rank=16, o_groups=2, index_n_heads=2, index_head_dim=16, index_topk=4,
+    )  # fmt: skip
+    model = transformers.DeepseekV4ForCausalLM(config).eval()
+    model.set_attn_implementation(huggingface.NAME)
+    with pytest.raises(ValueError, match=f"^layers of deepseek_v4 compute with their mask, .*; {SDPA}$"):
+        model(torch.tensor([[5]]), use_cache=False)
+
+
 @pytest.mark.parametrize("attention_mask", [None, padding("left")])
-def test_layers_that_add_numbers_to_their_mask_are_refused(attention_mask):
+def test_layers_that_compute_with_their_mask_are_refused(attention_mask):
     """Doge's took the bounds of ours for a mask of pairs, whose shape did not fit."""
     config = transformers.DogeConfig(**{key: value for key, value in GROUPED.items() if key != "head_dim"})
     model = transformers.DogeForCausalLM(config).eval()
     model.set_attn_implementation(huggingface.NAME)
-    with pytest.raises(ValueError, match=f"layers of doge add numbers to their mask, .*; {SDPA}"):
+    with pytest.raises(
+        ValueError, match=f"^layers of doge compute with their mask, of which gpt_triton makes none; {SDPA}$"
+    ):
         model(tokens(), attention_mask=attention_mask)
 
 
