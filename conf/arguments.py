@@ -32,6 +32,11 @@ def read(
         return flags, [], False
     if empty := {"hydra.run.dir=", "hydra.sweep.dir="}.intersection(values):  # from a shell variable that is not set
         refuse(f"{empty.pop()} names no folder; write . for this one")
+    for value in values:
+        if re.match(r"""hydra\.(run|sweep)\.dir=["']*~""", value):
+            refuse(f"{value} begins with ~, which only a shell expands; write $HOME")
+        if re.match(r"\+*hydra\.job\.chdir=(?!false|null)", value, re.IGNORECASE):
+            refuse(f"{value} would change what each path means; leave it out")
     if positional and (bare := [value for value in values if _is_positional(value)]):
         if named := [value for value in values if value.startswith(f"{positional}=")]:
             refuse(f"{named[0]} and {bare[0]} are given both ways; leave {positional}= out")

@@ -96,7 +96,7 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
             return f"cannot read the argument '{error.override}': write {how} (quote lists, spaces and accents)"
     for pattern, words in _HYDRAS.items():
         if found := re.search(pattern, str(error)):
-            return words.format(*found.groups())
+            return words.format(*found.groups()).replace("--cfg job", f"--cfg {_part_of(found.group(1))}")
     unknown = re.search(r"Could not (?:override|(?:append to|delete from) config\.?[^']*) ?'([^']+)'", str(error))
     if unknown:
         key = unknown.group(1).split("=")[0]
@@ -166,7 +166,12 @@ def _unknown_key(key: str, keys: Iterable[str]) -> str:
         return "the experiment's file does not begin with `# @package _global_`; add that line"
     if package:
         return f"{key} names a package, which is not used here; write {bare}=NAME"
-    return f"{bare} is not a known key; {_nearest(bare, [*keys, *GROUPS])}`--cfg job` lists all"
+    return f"{bare} is not a known key; {_nearest(bare, [*keys, *GROUPS])}`--cfg {_part_of(bare)}` lists all"
+
+
+def _part_of(key: str) -> str:
+    """What `--cfg` prints the key with: the run's configuration, or Hydra's own."""
+    return "hydra" if key.lstrip("+~").startswith("hydra") else "job"
 
 
 def _nearest(word: str, candidates: Iterable[str]) -> str:

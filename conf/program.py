@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -132,10 +132,14 @@ def program(
                 sys.exit(128 + signal.SIGINT)
             # a run explains its own errors, so a ValueError or OSError here is about arguments or the run's folder
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-                runs.show(error)
-                message = explain(error, known_keys(schema))
-                runs.end_all(None, message, EXIT_USER_ERROR)
-                sys.exit(fail(message))
+                runs.refuse_all(error, explain(error, known_keys(schema)))
+            except (AttributeError, AssertionError, RuntimeError) as error:
+                if runs.folders or not any("hydra" in argument for argument in typed[1:]):
+                    raise
+                # Hydra's, before any run, where it cannot use its own keys
+                runs.refuse_all(
+                    error, f"Hydra cannot use hydra.* as given ({str(error) or type(error).__name__}); leave them out"
+                )
             finally:
                 sys.argv = typed
                 if runs.is_first:
@@ -267,6 +271,12 @@ class _Runs(Generic[S]):
         """Print the traceback of an error that one line will explain, if HYDRA_FULL_ERROR=1."""
         if self.show_traceback and self.is_first:
             traceback.print_exception(error)
+
+    def refuse_all(self, error: Exception, message: str) -> NoReturn:
+        """End before any run: a mistake in the command line."""
+        self.show(error)
+        self.end_all(None, message, EXIT_USER_ERROR)
+        sys.exit(fail(message))
 
     def end_all(self, folder: Path | None, message: str, code: int) -> None:
         """With several processes, tell the others why they must end, and end this one; with one process, do nothing.

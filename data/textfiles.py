@@ -77,12 +77,13 @@ def find(patterns: list[str]) -> list[Path]:
             found = "matches no file" if glob.has_magic(pattern) else "does not exist"
             raise ValueError(f"data.files={pattern} {found}; give a path from {Path.cwd()}{several}")
         paths += matches
-    places = set()
+    places: dict[tuple[int, int], Path] = {}
     for path in paths:
         there = path.stat()  # a link is the same file
-        if (place := (there.st_dev, there.st_ino)) in places:  # what is held out at its end would be trained on
-            raise ValueError(f"data.files names {path} twice; name it once")
-        places.add(place)
+        other = places.setdefault((there.st_dev, there.st_ino), path)
+        if other is not path:  # what is held out at its end would be trained on
+            twice = f"{path} twice" if other == path else f"one file twice, as {other} and {path}"
+            raise ValueError(f"data.files names {twice}; name it once")
     return paths
 
 

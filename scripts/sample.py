@@ -57,6 +57,8 @@ class SampleSettings:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
         if self.hardware.compile:
             raise ValueError("hardware.compile=true: no part of sampling is compiled; leave it out")
+        if self.hardware.cuda_graphs is not None:
+            raise ValueError(f"hardware.cuda_graphs={self.hardware.cuda_graphs} is of training steps; leave it out")
         self.prompt = as_utf8(self.prompt)
         if self.prompts == "":
             raise ValueError("prompts is empty; give a file with a prompt a line, or leave it out")

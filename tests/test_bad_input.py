@@ -322,6 +322,28 @@ COMMAND_LINES = [
         for name in ("config.yaml", "summary.json", "loss.png")
     ),
     Case("folder without a name", ["hydra.run.dir="], ["hydra.run.dir= names no folder; write . for this one"]),
+    Case(
+        "a key of Hydra's with a wrong type",
+        ["hydra.run=3"],
+        ["has the wrong type; write a value as `--cfg hydra` shows"],
+    ),
+    Case(
+        "a key that Hydra lacks", ["hydra.run.dirr=x"], ["hydra.run.dirr is not a known key", "`--cfg hydra` lists all"]
+    ),
+    Case(
+        "no launcher",
+        ["-m", "hydra.launcher=null", "train.steps=1,2"],
+        ["Hydra cannot use hydra.* as given (Hydra launch"],
+    ),
+    Case(
+        "no batch of jobs",
+        ["-m", "hydra.sweeper.max_batch_size=0", "train.steps=1,2"],
+        ["(AssertionError); leave them out"],
+    ),
+    Case("~ in quotes", ["hydra.run.dir='~/runs'"], ["begins with ~, which only a shell expands; write $HOME"]),
+    Case(
+        "another working folder", ["hydra.job.chdir=true"], ["hydra.job.chdir=true would change what each path means"]
+    ),
     Case("sweep", ["-m", "train.steps=0"], ["train.steps=0 must be at least 1"]),
 ]
 
@@ -589,6 +611,8 @@ CHECKPOINTS = [
     Case("sample: no prompts", [*SAMPLE, "prompts="], ["prompts is empty", "leave it out"], program="scripts.sample"),
     Case("sample: compiled", [*SAMPLE, "hardware.compile=true"], ["hardware.compile=true", "leave it out"],
          program="scripts.sample"),
+    Case("sample: a training step's key", [*SAMPLE, "hardware.cuda_graphs=false"],
+         ["hardware.cuda_graphs=False is of training steps", "leave it out"], program="scripts.sample"),
     Case("sample: no choice", ["checkpoint="], ["checkpoint is empty", "leave it out"], program="scripts.sample"),
     Case("export: no choice", ["checkpoint=", "folder={p}/new"], ["checkpoint is empty", "leave it out"],
          program="scripts.export_hf"),

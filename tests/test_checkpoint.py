@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -430,15 +431,20 @@ def small_disk(folder, megabytes=1):
 
 @contextlib.contextmanager
 def size_limit(nbytes):
-    """No file may grow past `nbytes`: what works without any permission."""
+    """No file may grow past `nbytes`: what works without any permission.
+
+    Bytecode neither: of what is imported here, Python would keep the first `nbytes`, and read them ever after.
+    """
     import resource
     import signal
 
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
     finally:
+        sys.dont_write_bytecode = writes_none
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
 

@@ -489,9 +489,10 @@ def test_a_file_is_named_once(corpus, tmp_path, cache):
     """Else the text that is held out at its end is trained on."""
     (tmp_path / "link.txt").symlink_to(corpus)
     (tmp_path / "hard.txt").hardlink_to(corpus)
-    for again in (str(corpus), *(str(tmp_path / name) for name in ("corp*.txt", "link.txt", "hard.txt"))):
-        with pytest.raises(ValueError, match=r"data\.files names .* twice; name it once"):
-            opened(cache, [str(corpus), again])
+    for again, name in ((corpus.name, ""), ("corp*.txt", ""), ("link.txt", "link.txt"), ("hard.txt", "hard.txt")):
+        both = f"one file twice, as {corpus} and {tmp_path / name}" if name else f"{corpus} twice"
+        with pytest.raises(ValueError, match=f"^data.files names {both}; name it once$"):
+            opened(cache, [str(corpus), str(tmp_path / again)])
 
 
 def test_a_copy_of_a_file_is_the_same_text(corpus, tmp_path, cache):

@@ -324,7 +324,9 @@ def test_impossible_benchmarks_are_refused():
 FORKED = """
 from functools import partial
 import torch.multiprocessing as mp
+import torch
 mp.spawn = partial(mp.start_processes, start_method="fork")
+torch.cuda.device_count = lambda: 1  # a GPU that is not asked for
 from scripts.bench.parallel import main
 main()
 """

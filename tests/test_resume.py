@@ -423,8 +423,11 @@ def test_a_text_that_has_changed_is_refused_whatever_else_changes():
 @pytest.mark.parametrize(
     ("named", "says"),
     [
-        ({"source": "text", "files": ["a.txt"]}, "data.files=['a.txt'] {}, name the new one (data.files=NEW), or"),
-        ({"local_dir": "x", "name": "a/b"}, "data.local_dir=x {}, name the new one (data.local_dir=NEW), or"),
+        (
+            {"source": "text", "files": ["a.txt"]},
+            "data.files=['a.txt'] {}, name the new one (data.files=OTHER_PATH), or",
+        ),
+        ({"local_dir": "x", "name": "a/b"}, "data.local_dir=x {}, name the new one (data.local_dir=OTHER_PATH), or"),
         ({"local_dir": None, "name": "a/b"}, "data.name=a/b {}, name the new one (data.revision=NEW), or"),
         ({"source": "embedded"}, "data.source=embedded {}, or"),
     ],

@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class HardwareConfig:
     device: str = "auto"  # auto (CUDA if available, else cpu) | cpu | cuda | cuda:N | mps (a Mac's GPU, never measured)
     dtype: str = "auto"  # of products: auto (the device's fastest) | float32 | bfloat16 | float16; weights are float32
-    tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
+    tf32: bool = True  # faster float32 products: tensor cores, in training on AMD CPUs oneDNN; false: full float32
     compile: bool | None = None  # torch.compile; null: on CUDA only
     cuda_graphs: bool | None = None  # run the training step as CUDA graphs; null: if it can, and memory is ample
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice

@@ -30,7 +30,7 @@ NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "nu
 # keys that split the text: another split of the same text would evaluate on what was trained on
 SPLITS_THE_TEXT = ("split", "validation_split", "validation_fraction")
 # key that identifies the text (the first that is set) -> key that names a new one; the embedded text has neither
-NAMES_THE_TEXT = {"files": "files", "local_dir": "local_dir", "name": "revision"}
+NAMES_THE_TEXT = {"files": "files=OTHER_PATH", "local_dir": "local_dir=OTHER_PATH", "name": "revision=NEW"}
 # keys that a validation loss depends on
 OF_THE_EVALUATION = ("data.seq_len", "data.document_mask", "train.eval_windows")
 
@@ -155,7 +155,7 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
         )  # fmt: skip
     if not changed and then != fingerprint:
         key = next((key for key in NAMES_THE_TEXT if now.get(key)), "source")
-        another = f", name the new one (data.{NAMES_THE_TEXT[key]}=NEW)" if key in NAMES_THE_TEXT else ""
+        another = f", name the new one (data.{NAMES_THE_TEXT[key]})" if key in NAMES_THE_TEXT else ""
         raise ValueError(
             f"resume={checkpoint.path} was trained on another text: data.{key}={now[key]} has changed since "
             f"({then[:12]}, now {fingerprint[:12]}); put it back{another}, or begin a run of its own with "
