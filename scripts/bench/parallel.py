@@ -91,8 +91,8 @@ class ParallelBenchSettings(Settings):
     "config", ParallelBenchSettings, run_dir="runs/bench_parallel", overrides=("model=gpt2_124m", "data.seq_len=1024")
 )
 def main(settings: ParallelBenchSettings, run_dir: Path) -> None:
-    bench, on_cpu = settings.bench, settings.hardware.device == "cpu"
-    found = 0 if on_cpu else torch.cuda.device_count()
+    bench = settings.bench
+    found = 0 if settings.hardware.device == "cpu" else torch.cuda.device_count()
     needs = f"NVIDIA GPUs (bench.processes={bench.processes})"
     refuse_without_gpu("a step of several GPUs", settings.hardware, SMOKE, needs=needs)
     sizes = sorted({size for size in bench.processes if size <= found or not found})
