@@ -1,6 +1,6 @@
 """Train a GPT through our own flash attention.
 
-    python train.py                                    the quickstart: a minute or two on two CPU cores, seconds on a GPU
+    python train.py                                    the quickstart: a minute or two on two cores, seconds on a GPU
     python train.py experiment=NAME                    a named experiment
     python train.py model.num_layers=4 optim.lr=1e-3   change single values
     python train.py -m optim.lr=1e-3,3e-4              one run for each value
