@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
 from .device import OPERATORS, interpreting
 from .flops import register_flop_formulas
 from .fused.write_kvcache import EIGHT_BITS, read_kvcache, write_kvcache
 from .launch import Plan, plan_of, tokens_first, with_positive_scale
-from .ops import needs_dispatcher
+from .ops import mark_written, needs_dispatcher
 from .reference import naive_attention
 from .support import has_forward_mode, refuse_forward_mode, refuse_torch_func, why_not_hopper_kvcache, why_not_kvcache
 
@@ -348,11 +347,10 @@ flash_kvcache = getattr(torch.ops, OPERATORS).flash_kvcache.default
 def _run(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
     if not call.q.is_cuda and not interpreting():
         return _naive(call, options)
-    if call.k_new is not None:  # autograd cannot see what a kernel writes
-        written = [call.k_cache, call.v_cache]
+    if call.k_new is not None:
+        mark_written(call.k_cache, call.v_cache)
         if call.k_scale is not None and call.k_scale.dim() == 3:
-            written += [call.k_scale, call.v_scale]
-        increment_version([x for x in written if not x.is_inference()])
+            mark_written(call.k_scale, call.v_scale)
     plan = plan or plan_of(decode_key(call, options))
     if plan.on_hopper is None:
         tensors = call.k_cache, call.v_cache, call.k_new, call.v_new, call.cache_leftpad, call.block_table

@@ -157,6 +157,11 @@ def needs_dispatcher(*tensors: Tensor) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def mark_written(*tensors: Tensor) -> None:
+    """Tell autograd what a kernel writes to, which it cannot see: a backward that kept their old values is refused."""
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+
+
 def _forward(plan: Plan | None, inputs: tuple) -> tuple[Tensor, Tensor]:
     """The kernels, through the dispatcher where something must see the operator."""
     if plan is not None or not needs_dispatcher(*inputs[:3]):

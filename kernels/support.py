@@ -148,7 +148,7 @@ def why_not(
         device = device if device is None else torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is unknown: {error}") from None
-    reason = reason or (device is not None and _device_reason(implementation, device, dtype))
+    reason = reason or (device is not None and _device_reason(implementation, device, features, dtype))
     if reason:
         return reason
     chosen = known[implementation]
@@ -199,23 +199,31 @@ def _head_dim_reason(implementation: str, head_dim: int, features: Collection[st
     fits = allowed.start <= head_dim < allowed.stop and (head_dim - allowed.start) % allowed.step == 0
     if fits or implementation not in ("flash", *KERNELS):
         return None
-    others = all(IMPLEMENTATIONS["sdpa"].supports(feature, dtype) for feature in features)
-    name, instead = "flash attention", SDPA if others else TILED
     if implementation in KERNELS:
         name, instead = implementation, KERNELS[implementation].instead
+    else:
+        name, instead = "flash attention", _instead_of_flash(features, dtype)
     return f"head_dim {head_dim} is not supported by {name} ({_listed(allowed)}); use {instead}"
 
 
-def _device_reason(implementation: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _instead_of_flash(features: Collection[str], dtype: torch.dtype) -> str:
+    """The remedy where flash has no kernel: SDPA, which is faster, if it can do what is asked."""
+    return SDPA if all(IMPLEMENTATIONS["sdpa"].supports(feature, dtype) for feature in features) else TILED
+
+
+def _device_reason(
+    implementation: str, device: torch.device, features: Collection[str], dtype: torch.dtype
+) -> str | None:
     if implementation == "flash":
-        return _flash_device_reason(device, dtype)
+        return _flash_device_reason(device, features, dtype)
     if implementation == "kvcache":
         return _kvcache_device_reason(device, dtype)
     reason = implementation == "hopper" and _no_hopper_device_reason(device)
     return f"{reason}; use the portable kernels" if reason else None
 
 
-def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+def _flash_device_reason(device: torch.device, features: Collection[str], dtype: torch.dtype) -> str | None:
+    instead = _instead_of_flash(features, dtype)
     if dtype not in IMPLEMENTATIONS["flash"].dtypes:
         return f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use {NAIVE}"
     if device.type == "cuda":
@@ -224,15 +232,15 @@ def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None
         major, minor = capability(device.index)
         if major >= 8:
             return None
-        return f"compute capability {major}.{minor} is not supported by flash attention (8.0 or newer); use {SDPA}"
+        return f"compute capability {major}.{minor} is not supported by flash attention (8.0 or newer); use {instead}"
     if device.type != "cpu":
-        return f"device type {device.type} is not supported by flash attention (cuda); use {SDPA}"
+        return f"device type {device.type} is not supported by flash attention (cuda); use {instead}"
     if interpreting():
         return None
     if not HAS_TRITON:
-        return f"flash attention needs Triton, which is not installed and is made for Linux; use {SDPA}"
+        return f"flash attention needs Triton, which is not installed and is made for Linux; use {instead}"
     return (
-        f"flash attention needs an NVIDIA GPU; use {SDPA}, "
+        f"flash attention needs an NVIDIA GPU; use {instead}, "
         "or set TRITON_INTERPRET=1 before the start to test it on a CPU"
     )
 

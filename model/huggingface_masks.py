@@ -39,7 +39,7 @@ HOLE = (
 PACKED = "gpt_triton looks for packed documents outside of graphs; compile without fullgraph, or pass an attention_mask"
 
 # model_type of models whose layers compute with the mask: they add numbers of the tokens to it, or choose keys by it
-OF_NUMBERS = (
+COMPUTE_WITH_MASKS = (
     "axk2", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4", "mistral_large4", "mistral_large4_text",
 )  # fmt: skip
 # parts of their mask functions that ranges of keys can express
@@ -80,7 +80,7 @@ def mask(
         ValueError: a model that adds numbers to its mask, a mask whose number of rows is not the batch's, or a hole
             that a GPU has found.
     """
-    if (model := getattr(config, "model_type", None)) in OF_NUMBERS:
+    if (model := getattr(config, "model_type", None)) in COMPUTE_WITH_MASKS:
         raise ValueError(f"layers of {model} compute with their mask, of which gpt_triton makes none; {INSTEAD}")
     if attention_mask is not None and len(attention_mask) != batch_size:
         raise ValueError(f"attention_mask has {len(attention_mask)} rows and the batch {batch_size}; give one for each")

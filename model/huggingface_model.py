@@ -25,7 +25,7 @@ from transformers.utils import logging
 from kernels import cross_entropy, linear_cross_entropy
 from model.config import GPTConfig
 from model.generation import Continuation, Drawn
-from model.huggingface_masks import OF_NUMBERS
+from model.huggingface_masks import COMPUTE_WITH_MASKS
 from model.inference import in_eval_mode
 from model.positions import positions_in
 
@@ -143,7 +143,7 @@ def in_place_of(config: GPTConfig, attention: str) -> str | None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
     if kind is None:  # which `_loaded` refuses
         return None
-    ours = theirs.model_type not in OF_NUMBERS and kind._can_set_attn_implementation()
+    ours = theirs.model_type not in COMPUTE_WITH_MASKS and kind._can_set_attn_implementation()
     has = {"eager": True, "sdpa": kind._supports_sdpa, huggingface.NAME: ours}
     return None if has[IMPLEMENTATIONS[attention]] else "sdpa" if kind._supports_sdpa else "naive"
 

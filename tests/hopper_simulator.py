@@ -254,8 +254,8 @@ def _language(machine) -> SimpleNamespace:
     own = {
         name: (lambda *a, _f=function: as_value(_f(*a)))
         for name, function in {
-            "minimum": np.minimum, "maximum": np.maximum, "where": np.where, "exp2": np.exp2, "log2": np.log2,
-            "sum": np.sum, "max": np.max, "abs": np.abs, "cumsum": np.cumsum, "reshape": np.reshape,
+            "minimum": np.fmin, "maximum": np.fmax, "where": np.where, "exp2": np.exp2, "log2": np.log2,
+            "sum": np.sum, "max": np.fmax.reduce, "abs": np.abs, "cumsum": np.cumsum, "reshape": np.reshape,
             "permute": np.transpose, "expand_dims": np.expand_dims, "rsqrt": lambda x: 1.0 / np.sqrt(x),
             "cdiv": lambda a, b: -(-a // b), "join": lambda a, b: np.stack((a, b), -1),
         }.items()

@@ -12,6 +12,7 @@ from kernels import draw_tokens
 from model.sampling import choose_next_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = (5, 65, 5000)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPTIONS = (
     {"top_k": 40},
@@ -47,7 +48,6 @@ def check(logits: torch.Tensor, draws: int, **options) -> None:
     assert draw_tokens(padded, uniform.to(DEVICE), **options).tolist() == expected.tolist()
 
 
-SIZES = (5, 65, 5000)
 CASES = [  # in the interpreter a Latin square: each options with each dtype and with each size
     pytest.param(size, dtype, options, marks=() if (i + j + k) % 3 == 0 else pytest.mark.gpu)
     for i, size in enumerate(SIZES)

@@ -429,6 +429,7 @@ def test_why_not_names_the_remedy(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     reason = why_not("flash", torch.float32, device="cpu", head_dim=64)
     assert f"needs an NVIDIA GPU; {sdpa}" in reason
+    assert f"needs an NVIDIA GPU; {tiled}" in why_not("flash", torch.float32, ["window"], device="cpu")
 
 
 def test_boards_by_the_names_of_their_devices():

@@ -155,6 +155,15 @@ def test_simulated_it_agrees_with_float64(name, options, tile, monkeypatch):
             assert torch.equal(ours.double().nan_to_num(9.0), theirs.double().nan_to_num(9.0))
 
 
+def test_simulated_a_new_token_that_is_not_a_number_makes_its_row_none(monkeypatch):
+    call = a_call([150, 20], head_dim=80, scaled="token")
+    call.k_new[0, ..., 3] = call.v_new[1] = torch.nan
+    o, _, _, _, k_scale, v_scale = run(monkeypatch, call)
+    assert o.isnan().all()
+    new = [[scale[0, 0, 150].item(), scale[1, 0, 20].item()] for scale in (k_scale, v_scale)]
+    assert torch.tensor(new).isnan().tolist() == [[True, False], [False, True]]
+
+
 @pytest.mark.parametrize("scaled", ["head", "token"])
 def test_simulated_queries_of_any_size_go_through_float16(scaled, monkeypatch):
     call = a_call([150, 20], head_dim=80, num_q=2, scaled=scaled)

@@ -365,7 +365,7 @@ def test_every_model_that_chooses_keys_by_its_mask_is_named():
     chooses = re.compile(r"index_scores \+ attention_mask|F\.pad\(attention_mask, \(0, kv")
     models = Path(transformers.__file__).parent / "models"
     found = {file.parent.name for file in models.glob("*/modeling_*.py") if chooses.search(file.read_text())}
-    assert found - {*huggingface_masks.OF_NUMBERS} == set()
+    assert found - {*huggingface_masks.COMPUTE_WITH_MASKS} == set()
 
 
 def test_layers_that_choose_keys_by_their_mask_are_refused():

@@ -29,7 +29,7 @@ MAY_BE_LEARNED = ("window", "rope_base")
 NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "num_workers")
 # keys that split the text: another split of the same text would evaluate on what was trained on
 SPLITS_THE_TEXT = ("split", "validation_split", "validation_fraction")
-# key that identifies the text (the first that is set) -> key that names a new one; the embedded text has neither
+# key that identifies the text (the first that is set) -> what names a new one; the embedded text has neither
 NAMES_THE_TEXT = {"files": "files=OTHER_PATH", "local_dir": "local_dir=OTHER_PATH", "name": "revision=NEW"}
 # keys that a validation loss depends on
 OF_THE_EVALUATION = ("data.seq_len", "data.document_mask", "train.eval_windows")

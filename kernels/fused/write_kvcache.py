@@ -5,9 +5,8 @@ This file is the contract (torch only); the kernel loads when a CUDA tensor need
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from ..ops import needs_dispatcher
+from ..ops import mark_written, needs_dispatcher
 
 EIGHT_BITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # dtype of a cache -> its largest number
 _SMALLEST_SCALE = 2.0**-60  # of a token of zeros
@@ -34,7 +33,7 @@ def write_kvcache(
         from .write_kvcache_kernel import launch_write_kvcache
 
         launch_write_kvcache(*caches, places[0].contiguous(), places[2].contiguous(), k, v)
-        increment_version([cache for cache in caches if not cache.is_inference()])  # autograd cannot see it
+        mark_written(*caches)
     else:
         for cache, x in zip(caches, (k, v), strict=True):
             cache[places] = x
