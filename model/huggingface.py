@@ -13,6 +13,7 @@ The output of a padding token's query means nothing, and differs from theirs: a 
 about which transformers warns, continues from such an output. Pad on the left.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -36,8 +37,17 @@ for _distribution in metadata.distributions(name="kernels"):
 
 from transformers import AttentionInterface, AttentionMaskInterface, __version__  # noqa: E402
 
-if __version__.startswith("4."):
-    raise ImportError(f"transformers {__version__} is installed; gpt_triton needs 5.22 or later (uv run --group hf)")
+
+def check_version(version: str) -> None:
+    """Raises ImportError for transformers 4, which takes no masks of others; warns of 5.0 to 5.21."""
+    message = f"transformers {version} is installed; gpt_triton needs 5.22 or later (uv run --group hf)"
+    if version.startswith("4."):
+        raise ImportError(message)
+    if tuple(map(int, version.split(".")[:2])) < (5, 22):
+        warnings.warn(message, stacklevel=2)
+
+
+check_version(__version__)
 
 from transformers.utils.output_capturing import _active_collector  # noqa: E402
 

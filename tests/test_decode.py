@@ -468,6 +468,8 @@ def test_layers_of_a_forward_share_a_call(options):
         with pytest.raises(ValueError, match="v_cache has dtype"):
             attend(made[0][0], made[0][1], made[0][2].double())
         assert torch.equal(attend(*made[2]), expected[2])
+        with pytest.raises(ValueError, match="k_cache has type NoneType"):
+            attend(made[0][0], None, made[0][2])
     with pytest.raises(ValueError, match="asks for a gradient"):
         attend(made[0][0].requires_grad_(), *made[0][1:])
 
@@ -960,6 +962,7 @@ def test_what_would_be_written_elsewhere_is_refused_before_anything_is_written()
         ((cache, cache.double()), none, one, new, r"and \(2, 2, 4, 16\) of torch.float64; expected one shape"),
         (plain, none, two, new, r"places have \(2,\) of torch.int64 for new tokens of shapes \(2, 1,"),
         (plain, none, one.int(), new, r"places have \(1,\) of torch.int32 for new tokens"),
+        (plain, none, 0, new, r"places have 0; expected tensors \(N,\) of torch.int64"),
         (plain, none, one, new.clone().requires_grad_(), "new tokens ask for a gradient, and a cache's attention has"),
         (of_8_bits, (scale, None), one, new, "a cache of torch.int8 is given with no scale"),
         (of_8_bits, (scale, scale[0]), one, new, r"a scale has shape \(2, 4\) .* expected \(2,\) or \(2, 2, 4\)"),

@@ -2,6 +2,7 @@
 
 import itertools
 import runpy
+import warnings
 from functools import partial
 
 import pytest
@@ -624,6 +625,17 @@ def test_an_old_transformers_is_refused_in_one_line(monkeypatch):
     match = r"^transformers 4.57.6 is installed; gpt_triton needs 5.22 or later \(uv run --group hf\)$"
     with pytest.raises(ImportError, match=match):
         runpy.run_path(huggingface.__file__)
+
+
+def test_a_transformers_that_is_too_early_is_named():
+    """With 5.17 the test of OPT's packed documents fails."""
+    for version in ("5.0.0", "5.17.0"):
+        with pytest.warns(UserWarning, match=rf"^transformers {version} is installed; gpt_triton needs 5.22 or later"):
+            huggingface.check_version(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in ("5.22.0", "5.23.0.dev0", "6.0.1"):
+            huggingface.check_version(version)
 
 
 def test_models_without_the_interface_keep_their_own(caplog):

@@ -245,3 +245,9 @@ def test_shapes_and_dtypes_are_named():
             loss(targets.int(), 64)
         with pytest.raises(ValueError, match=r"vocab_size is 10.0; it must be from 1 to the 64 columns"):
             loss(targets, 10.0)
+    with pytest.raises(ValueError, match=r"logits has dtype torch.int64; expected a float dtype"):
+        cross_entropy((h @ weight.T).long(), targets, 64)
+    with pytest.raises(ValueError, match=r"h has dtype torch.int64; expected a float dtype"):
+        linear_cross_entropy(h.long(), weight, targets, 64)
+    with pytest.raises(ValueError, match=r"weight has dtype torch.bool; expected a float dtype"):
+        linear_cross_entropy(h, weight.bool(), targets, 64)

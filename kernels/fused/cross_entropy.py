@@ -27,6 +27,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     if logits.dim() != 2:
         raise ValueError(f"logits has shape {tuple(logits.shape)}; expected (tokens, columns)")
     check_targets(targets, logits, vocab_size, logits.shape[1])
+    check_float("logits", logits)
     if logits.is_cuda:
         refuse_forward_mode("cross_entropy on CUDA", "torch.nn.functional.cross_entropy", logits)
         return cross_entropy_fwd(logits, targets, vocab_size)[0].sum()
@@ -43,6 +44,12 @@ def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) 
         raise ValueError(f"targets is on {targets.device} but the rows are on {rows.device}; move them to one device")
     if not hasattr(vocab_size, "__index__") or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
         raise ValueError(f"vocab_size is {vocab_size}; it must be from 1 to the {columns} columns of the logits")
+
+
+def check_float(name: str, x: Tensor) -> None:
+    """Raises ValueError for integers and booleans."""
+    if not x.is_floating_point():
+        raise ValueError(f"{name} has dtype {x.dtype}; expected a float dtype")
 
 
 @torch.library.custom_op(f"{OPERATORS}::cross_entropy_fwd", mutates_args=())

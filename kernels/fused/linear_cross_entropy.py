@@ -13,7 +13,7 @@ from ..call import autocast_dtype
 from ..device import OPERATORS
 from ..flops import register_flop_formulas
 from ..support import refuse_forward_mode, refuse_second_derivative, refuse_torch_func
-from .cross_entropy import check_targets, cross_entropy_fwd
+from .cross_entropy import check_float, check_targets, cross_entropy_fwd
 
 # Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
 # 132 multiprocessors 5,632 rows are one whole wave of dh's tiles. Measured for 65,536 tokens of GPT-2's vocabulary (one
@@ -43,6 +43,8 @@ def linear_cross_entropy(
     if weight.device != h.device:
         raise ValueError(f"weight is on {weight.device} but h is on {h.device}; move them to one device")
     check_targets(targets, h, vocab_size, len(weight))
+    check_float("h", h)
+    check_float("weight", weight)
     refuse_forward_mode("linear_cross_entropy", "cross_entropy of the logits", h, weight)
     refuse_torch_func("linear_cross_entropy", "cross_entropy of the logits", maps=True)
     if chunk_tokens is None:

@@ -54,6 +54,8 @@ def _check(caches: tuple, scales: tuple, places: tuple, new: tuple) -> None:
         if torch.is_grad_enabled() and (x.requires_grad or cache.requires_grad):
             raise ValueError("new tokens ask for a gradient, and a cache's attention has none; use torch.no_grad()")
     for number in (places[0], places[2]):
+        if not isinstance(number, Tensor):
+            raise ValueError(f"places have {number!r}; expected tensors (N,) of torch.int64")
         if number.shape != new[0].shape[1:2] or number.shape != new[1].shape[1:2] or number.dtype != torch.int64:
             raise ValueError(
                 f"places have {tuple(number.shape)} of {number.dtype} for new tokens of shapes {tuple(new[0].shape)} "
