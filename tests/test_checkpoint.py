@@ -580,7 +580,7 @@ def test_a_run_survives_a_full_disk(tmp_path, capsys):
     with small_disk(tmp_path / "disk", megabytes=2):
         run_dir = tmp_path / "disk" / "run"
         run = small_run(tmp_path, "train.steps=6", "train.save_every=1", "train.keep_every=1", "train.log_every=1")
-        with pytest.raises(OSError, match=r"was not saved.*: free what is short, then .*python train.py resume="):
+        with pytest.raises(OSError, match=r"was not saved.*: free what is short, then .*python.* train.py resume="):
             train(run, run_dir)
         summary = json.loads((run_dir / "summary.json").read_text())
         assert summary["exit_code"] == 2
@@ -783,7 +783,7 @@ def test_a_folder_that_was_renamed_is_to_be_put_back(saver):
     moved = saver.folder.rename(saver.folder.with_name("moved"))
     save_with(saver, Net(), 2)
     assert saver.lines[-1].endswith("the run goes on; put the folder back before the next save")
-    with pytest.raises(OSError, match=r"was not saved.*: put the folder back, then .*python train.py resume="):
+    with pytest.raises(OSError, match=r"was not saved.*: put the folder back, then .*python.* train.py resume="):
         saver.check()
     moved.rename(saver.folder)
     save_with(saver, Net(), 3)

@@ -92,6 +92,7 @@ def in_the_hubs_cache(folder: Path, name: str, config: str, commits: tuple[str, 
 
 def test_a_folder_laid_out_as_on_the_hub(folder, cache, tmp_path):
     """Files in their order, each row a document; the split that is held out is the dataset's own."""
+    offline = datasets.config.HF_HUB_OFFLINE  # as the shell has it
     german = {"config": "de", "validation_split": "validation", "text_field": "body"}
     dataset = opened(cache, local_dir=str(folder), **german)
     assert text_of(dataset, "train") == "de eins|de zwei|de drei"
@@ -111,7 +112,7 @@ def test_a_folder_laid_out_as_on_the_hub(folder, cache, tmp_path):
     assert opened(cache, local_dir=str(moved), **german).fingerprint == dataset.fingerprint
     pq.write_table(pa.table({"body": ["anders"]}), moved / "de" / "validation-00000-of-00001.parquet")
     assert opened(cache, local_dir=str(moved), **german).fingerprint != dataset.fingerprint
-    assert not datasets.config.HF_HUB_OFFLINE
+    assert datasets.config.HF_HUB_OFFLINE is offline
 
 
 def test_without_a_validation_split_the_end_is_held_out(folder, cache):
@@ -253,6 +254,7 @@ def test_a_folder_of_nothing_is_one_line(tmp_path, cache):
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(values, says, folder, cache, tmp_path):
+    offline = datasets.config.HF_HUB_OFFLINE  # as the shell has it
     for name, rows in (("empty", []), ("mixed", ["a", 3]), ("lines", ["a", None])):
         (tmp_path / name).mkdir()
         if rows:
@@ -262,7 +264,7 @@ def test_mistakes_are_one_line(values, says, folder, cache, tmp_path):
         opened(cache, **{"local_dir": str(folder)} | values)
     assert "\n" not in str(refused.value)
     assert not cache.exists() or not list(cache.iterdir())
-    assert not datasets.config.HF_HUB_OFFLINE
+    assert datasets.config.HF_HUB_OFFLINE is offline
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
