@@ -125,7 +125,7 @@ def run(
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
-        progress = {"step": step, "metric_lines": log.lines} | speed.progress(step)
+        progress = {"step": step, "best": best, "metric_lines": log.lines} | speed.progress(step)
         saver.save(model, state, progress | description, best=best)
 
     with (

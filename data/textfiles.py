@@ -1,9 +1,10 @@
 """Local files of text, JSON lines and parquet.
 
 A text file is one document; a row of a JSONL or parquet file is one document, in its column data.text_field (rows with
-an empty text are skipped). Text is UTF-8; line ends become "\\n", and a byte-order mark at the beginning is left out.
-Files are read in place, a part at a time; only a JSON list is read whole. `datasets` would read JSON by columns, and
-turn every text of a column with a number into quoted JSON; so rows are parsed here, and a wrong row is named.
+an empty text are skipped). Text is UTF-8; line ends of a text file, not those within a row, become "\\n", and a
+byte-order mark at the beginning is left out. Files are read in place, a part at a time; only a JSON list is read whole.
+`datasets` would read JSON by columns, and turn every text of a column with a number into quoted JSON; so rows are
+parsed here, and a wrong row is named.
 """
 
 import codecs

@@ -45,7 +45,12 @@ class BlockMask(NamedTuple):
 
     @staticmethod
     def from_dense(visible: Tensor) -> "BlockMask":
-        """The mask of booleans (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk), True where a query sees a key."""
+        """The mask of booleans (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk), True where a query sees a key.
+
+        Raises ValueError where visible is something else. torch.compile breaks its graph here, as it has no values.
+        """
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(BlockMask.from_dense)(visible)
         if not isinstance(visible, Tensor):
             raise ValueError(f"visible has type {type(visible).__name__}; expected a tensor of booleans")
         if visible.dtype != torch.bool or visible.dim() not in (2, 3, 4):
@@ -106,8 +111,10 @@ def block_mask(
         device: where the mask is evaluated and kept.
 
     Raises ValueError where mask_mod does not return booleans or cannot be evaluated, for sizes below 1 or too large,
-    and for a device that is not present or holds no values.
+    and for a device that is not present or holds no values. torch.compile breaks its graph here, as it has no values.
     """
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(block_mask)(mask_mod, B, H, Nq, Nk, device)
     sizes = 1 if B is None else B, 1 if H is None else H, Nq, Nk
     _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))
     device = _with_values(device)

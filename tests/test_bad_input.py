@@ -602,6 +602,8 @@ CHECKPOINTS = [
              tokenizer={"name": "characters", "alphabet": "\nxyz"}, vocab_size=5))(place))),
     Case("metrics damaged", RESUME, ["first/metrics.jsonl is damaged", "move it away"],
          lambda place: (place.path / "first" / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')),
+    Case("metrics without a step", RESUME, ["first/metrics.jsonl is damaged", "move it away"],
+         lambda place: (place.path / "first" / "metrics.jsonl").write_text('{"step": Infinity}\n')),
     Case("sample: no run", ["hardware.device=cpu"], ["no checkpoint under runs/", "checkpoint=PATH"],
          program="scripts.sample"),
     Case("sample: empty folder", ["hardware.device=cpu"], ["no checkpoint under runs/"], empty_folder,

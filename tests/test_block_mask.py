@@ -92,6 +92,18 @@ def test_batch_and_heads_and_evaluation_in_strips(monkeypatch):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("build", [
+    lambda: block_mask(lambda b, h, q, k: (q >= k) & (k % 7 > 0), None, None, 200, 200, DEVICE),
+    lambda: BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool, device=DEVICE).tril(3)),
+], ids=["function", "booleans"])  # fmt: skip
+def test_a_mask_that_is_built_inside_what_is_compiled(build):
+    """Dynamo, which follows NumPy, ended in its words."""
+    q = torch.randn(1, 1, 200, 16, device=DEVICE)
+    expected = flash_attention(q, q, q, block_mask=build())
+    compiled = torch.compile(lambda q: flash_attention(q * 1, q, q, block_mask=build()), backend="eager")
+    assert torch.equal(compiled(q), expected)
+
+
 def test_counts_and_patterns_kept_once(patterns):
     window = block_mask(lambda b, h, q, k: (k <= q) & (q - k < 200), 1, 1, 1024, 1024, DEVICE)
     assert window.counts() == {"blocks": 64, "visited": 21, "partial": 21}

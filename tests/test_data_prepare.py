@@ -512,8 +512,8 @@ def test_seq_len_longer_than_a_split(corpus, cache):
         with pytest.raises(ValueError, match=says):
             opened(cache, str(corpus), seq_len=asked)
     opened(cache, str(corpus), seq_len=held_out - 1)
-    for fraction in (1e-6, 0.9999):  # the text is long enough
-        with pytest.raises(ValueError, match=rf"or another data\.validation_fraction than {fraction:g}"):
+    for fraction in (1e-6, 0.9999, 0.9999999):  # the text is long enough
+        with pytest.raises(ValueError, match=rf"or another data\.validation_fraction than {fraction}$"):
             opened(cache, str(corpus), validation_fraction=fraction)
 
 

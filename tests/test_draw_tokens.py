@@ -133,6 +133,14 @@ def test_logits_that_are_no_numbers_draw_an_id_that_there_is(top_k):
     assert draw_tokens(logits[:0], uniform[:0]).shape == (0,)
 
 
+def test_ids_that_autograd_keeps_are_not_written_over_in_silence():
+    embedding, ids = torch.nn.Embedding(4, 3, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    total = embedding(ids).sum()
+    draw_tokens(torch.tensor([[0.0, 9.0, 0.0]] * 2, device=DEVICE), None, temperature=0, out=ids)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
 def test_what_is_refused():
     logits, uniform = torch.zeros(2, 5), torch.zeros(2, dtype=torch.float64)
     for given, message in (

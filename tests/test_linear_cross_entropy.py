@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,6 +65,7 @@ def test_mistakes_are_named():
     for chunk_tokens in (0, 2.5):
         with pytest.raises(ValueError, match=f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1"):
             linear_cross_entropy(h, weight, targets, 64, chunk_tokens=chunk_tokens)
+    assert linear_cross_entropy(h, weight, targets, 64, chunk_tokens=np.int64(2)) > 0
     with pytest.raises(ValueError, match=r"targets has shape \(2,\); expected \(4,\)"):
         linear_cross_entropy(h, weight, targets[:2], 64)
     for loss in (

@@ -359,7 +359,7 @@ def test_a_best_loss_of_other_windows_does_not_count(key):
         groups.get(group, {})[name] = value
         return {"settings": groups, "data_fingerprint": value if key == "fingerprint" else 1}
 
-    checkpoint, state = SimpleNamespace(meta=run(1)), {"best_loss": 0.5}
+    checkpoint, state = SimpleNamespace(meta=run(1) | {"best": True}), {"best_loss": 0.5}
     assert best_loss_before(state, checkpoint, run(1)) == 0.5
     assert best_loss_before(state, checkpoint, run(2)) == math.inf
 
@@ -479,3 +479,25 @@ def test_of_another_model_its_name_is_what_differs():
     before = SimpleNamespace(meta={"settings": {"model": {"num_kv_heads": 2, "name": "a"}}}, theirs=None)
     with pytest.raises(ValueError, match=r"^resume=x was trained with model.name=a, this run has b; use a$"):
         resume._refuse_another_model("resume=x", before, {"model": {"num_kv_heads": None, "name": "b"}}, ())
+
+
+def test_going_back_takes_best_along(tmp_path):
+    """It stayed on the branch that was left, came to name a worse step there, and what was really best was deleted."""
+    run_dir, own = tmp_path / "run", ("train.save_every=2", "train.eval_every=4", "train.keep_last=1")
+    first = train(small_run(tmp_path, "train.steps=12", "train.keep_every=2", *own[:2]), run_dir)
+    checkpoints = run_dir / "checkpoints"
+    losses = {record["step"]: record["val_loss"] for record in metrics(run_dir) if "val_loss" in record}
+    assert [losses[4] > losses[8], first["best_val_loss"], (checkpoints / "best").resolve().name] == [
+        True, losses[12], "step_000012",
+    ]  # fmt: skip
+    whole = contents(open_checkpoint(checkpoints / "step_000004"))
+    shutil.copytree(run_dir, tmp_path / "other", symlinks=True)
+    worse = ("train.steps=13", "optim.lr=100", *own)  # that branch has a step 12, too
+    back = train(small_run(tmp_path, f"resume={checkpoints}/step_000004", *worse), run_dir)
+    assert back["best_val_loss"] == losses[4] < back["val_loss"]
+    assert contents(open_checkpoint(checkpoints / "best")) == whole
+    other = tmp_path / "other" / "checkpoints"
+    back = train(small_run(tmp_path, f"resume={other}/step_000006", *worse), other.parent)
+    losses = {record["step"]: record["val_loss"] for record in metrics(other.parent) if "val_loss" in record}
+    loss, step = min((loss, step) for step, loss in losses.items() if step > 6)
+    assert (open_checkpoint(other / "best").step, back["best_val_loss"]) == (step, loss)

@@ -86,6 +86,29 @@ def test_turned_where_they_are_heads_have_the_same_bits(dtype, norm_eps):
         assert (ours.data_ptr(), ours.stride()) == (part.data_ptr(), part.stride())
 
 
+def test_turning_in_place_keeps_to_the_numbers_that_it_is_given():
+    """The kernel read a copy of numbers with strides, and wrote to their neighbours."""
+    from kernels.fused.rotary import _rotary_in_place
+
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    expected = rotary_fwd(qkv, cos, sin, 4, None)[:3]
+    strided, neighbours = torch.stack((qkv.detach(), qkv.detach()), dim=-1).unbind(-1)
+    for ours, theirs in zip(_rotary_in_place(strided, cos, sin, 4), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(neighbours, qkv)
+
+
+def test_a_projection_that_autograd_keeps_is_not_turned_in_silence():
+    from kernels.fused.rotary import _rotary_in_place
+
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    kept, weight = qkv.detach().clone(), torch.ones(16, device=DEVICE, requires_grad=True)
+    total = (kept * weight).sum()
+    _rotary_in_place(kept, cos, sin, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
 @pytest.mark.gpu
 def test_only_whom_no_gradient_asks_are_turned_where_they_are():
     qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)

@@ -314,6 +314,26 @@ def test_a_change_that_cannot_be_is_refused_before_anything_is_trained(small, tm
         time_to_loss.main.__wrapped__(small, tmp_path / "run")
 
 
+@pytest.mark.parametrize(("changes", "says"), [
+    (["data.seq_len=16"], "bench.changes=data.seq_len=16 changes what is held out: its loss would be of other windows"),
+    (["optim.lr=1", "train.eval_windows=1"], "bench.changes=train.eval_windows=1 changes what is held out"),
+    (["data.validation_fraction=0.2"], "bench.changes=data.validation_fraction=0.2 changes what is held out"),
+    (["train.seed=5"], r"^train.seed has no effect here; use bench.seeds$"),
+    (["train.eval_every=1"], r"^train.eval_every has no effect here; use bench.every$"),
+])  # fmt: skip
+def test_a_change_of_what_is_held_out_or_of_what_is_not_read_is_refused(small, tmp_path, monkeypatch, changes, says):
+    monkeypatch.setattr(time_to_loss, "curve_of_ours", lambda *_: pytest.fail("trained"))
+    small.bench.changes = changes
+    with pytest.raises(ValueError, match=says):
+        time_to_loss.main.__wrapped__(small, tmp_path / "run")
+    small.bench.changes = []
+    monkeypatch.setattr(sys, "argv", ["time_to_loss.py", "train.seed=9"])
+    with pytest.raises(ValueError, match=r"^train.seed has no effect here; use bench.seeds$"):
+        time_to_loss.main.__wrapped__(small, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"bench.changes has optim.lr=1 twice; name each once"):
+        replace(small.bench, changes=["optim.lr=1"] * 2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

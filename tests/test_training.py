@@ -446,6 +446,15 @@ def test_a_file_that_cannot_be_opened_for_a_moment_keeps_its_lines(tmp_path, mon
     assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
 
 
+def test_a_summary_that_cannot_be_removed_costs_no_line_of_metrics(tmp_path):
+    with log(tmp_path) as opened:
+        opened.metrics(1, {"loss": 1.0})
+    (tmp_path / "summary.json").mkdir()
+    with log(tmp_path, first_step=1) as opened:
+        opened.metrics(2, {"loss": 2.0})
+    assert [r["step"] for r in records(tmp_path)] == [1, 2]
+
+
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     with log(tmp_path) as opened:
         opened.metrics(1, {"loss": 1.0})

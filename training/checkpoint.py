@@ -3,7 +3,7 @@
     <run>/checkpoints/step_000600/
         model.safetensors    the weights
         state.pt             optimizer and random-number states (read with weights_only=True: no code is run)
-        checkpoint.json      step, number of this save in the folder, resolved settings, tokenizer, git commit, versions
+        checkpoint.json      step, number of this save in the folder, whether it is the best so far, settings, versions
         manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
     <run>/checkpoints/went_back.json    where the run went back to an earlier one: which saves are of the branch it left
@@ -204,14 +204,21 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
 
 
 def go_back(folder: Path, checkpoint: Checkpoint) -> None:
-    """Record that a run goes on from a `checkpoint` of its own: the saves after it are of a branch that it leaves."""
+    """Record that a run goes on from its own `checkpoint`: later saves, `best` too, are of a branch that it leaves."""
     here, last = checkpoint.meta["save"], _last_save(folder)
     to, since = _left_behind(folder)
     # going on from the last save leaves nothing, unless that save is of a branch that was left before
     if checkpoint.path.parent == folder.resolve() and (here < last or to < here <= since):
         (folder / WENT_BACK).write_text(json.dumps({"to": here, "from": last}))  # ignored if a crash cuts it short
         flush(folder / WENT_BACK)
+        if checkpoint.meta.get("best") or overtaken(checkpoint):
+            _hidden_link(folder / "best", checkpoint.path).replace(folder / "best")
         flush(folder)
+
+
+def overtaken(checkpoint: Checkpoint) -> bool:
+    """Whether `best` beside a checkpoint was saved after it: going on from the checkpoint leaves it behind."""
+    return checkpoint.meta["save"] < _age((checkpoint.path.parent / "best").resolve())[0] < math.inf
 
 
 def _left_behind(folder: Path) -> tuple[int, int]:
@@ -328,7 +335,7 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _age(path: Path) -> tuple[float, int]:
-    """Sort key of a checkpoint: its save number, then its step."""
+    """Sort key of a checkpoint: its save number, inf if it cannot be read, then its step."""
     try:
         save = read_json(path, META).get("save")
     except (OSError, ValueError):
@@ -342,7 +349,7 @@ def _last_save(folder: Path) -> int:
 
 
 def _step(path: Path) -> int:
-    return int(re.search("[0-9]+", path.name)[0])
+    return int((re.search("[0-9]+", path.name) or "0")[0])
 
 
 def _hidden_link(link: Path, target: Path) -> Path:

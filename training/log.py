@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from io import FileIO
 from pathlib import Path
@@ -296,8 +297,8 @@ class MetricsFile:
 
     def _cut(self) -> FileIO:
         """Return the file, cut to the lines that are kept and open for appending."""
-        # the previous process's, which ended at another step
-        self.path.with_name("summary.json").unlink(missing_ok=True)
+        with suppress(OSError):  # the previous process's, which ended at another step; no reason to lose these lines
+            self.path.with_name("summary.json").unlink()
         if self.path.exists():
             _write_whole(self.path, "".join(line + "\n" for line in self._kept))
         file = self.path.open("ab", buffering=0)
@@ -315,7 +316,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     *lines, _ = path.read_bytes().split(b"\n")
     try:
         return [(int(json.loads(line)["step"]), line.decode()) for line in lines]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{path} is damaged ({error}); move it away to resume without the earlier metrics") from error
 
 

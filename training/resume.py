@@ -15,7 +15,7 @@ import torch
 
 from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
-from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
+from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint, overtaken
 from training.comparison import as_typed, flat, settings_of
 from training.lock import by_time, sweep_of
 from training.optimizer import OptimConfig, Optimizer, lr_factor
@@ -278,12 +278,16 @@ def _refuse_other_losses(losses: list[Any]) -> None:
 
 
 def best_loss_before(state: Mapping[str, Any], checkpoint: Checkpoint, description: Mapping[str, Any]) -> float:
-    """The best validation loss of the run so far; inf where it was measured on another text or other windows."""
-    measured = []
-    for run in (checkpoint.meta, description):
-        settings = flat(run["settings"])
-        measured.append([run["data_fingerprint"], *map(settings.get, OF_THE_EVALUATION)])
-    return state["best_loss"] if measured[0] == measured[1] else math.inf
+    """The best validation loss of the run so far; inf where it was measured on another text or other windows, or where
+    its weights may be gone: `best` has moved to a branch that the run leaves."""
+    same = held_out(checkpoint.meta) == held_out(description)
+    counts = same and (checkpoint.meta.get("best") or not overtaken(checkpoint))
+    return state["best_loss"] if counts else math.inf
+
+
+def held_out(description: Mapping[str, Any]) -> list:
+    """What the windows of an evaluation follow from: losses of others are not compared."""
+    return [description["data_fingerprint"], *map(flat(description["settings"]).get, OF_THE_EVALUATION)]
 
 
 def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: Callable[[str], None]) -> None:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..call import check_tensor
 from ..device import interpreting
+from ..ops import mark_written
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FEW = 896  # the top_k up to which tokens are compared with each other: 20 to 100 us, however many rows there are
@@ -46,7 +47,7 @@ def draw_tokens(
         out: (S,) int64, contiguous, on logits' device: where to write the ids; None: into a new tensor.
 
     Returns:
-        (S,) int64: ids; 0 where all logits of a row are NaN, and an arbitrary id where one is NaN or inf.
+        (S,) int64: ids, an arbitrary one where a logit of the row is NaN or inf.
 
     Raises:
         ValueError: a shape, dtype, device or number that is not allowed.
@@ -88,6 +89,8 @@ def draw_tokens(
         )
     elif not out.is_contiguous():
         raise ValueError(f"out has strides {out.stride()}; expected a contiguous tensor")
+    else:
+        mark_written(out)
     from .draw_tokens_kernels import launch_draw_tokens
 
     if uniform is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import OPERATORS
-from ..ops import needs_dispatcher
+from ..ops import mark_written, needs_dispatcher
 from ..support import refuse_forward_mode
 from .rms_norm import rms_norm
 
@@ -37,7 +37,7 @@ def rotate_and_split(
         num_heads: Hq.
         norm_eps: of an RMS norm, without a gain, of each head of q and k before it is turned; None: no norm.
         overwrite: qkv is not read afterwards. On CUDA q and k are then turned in place, unless a gradient or a tracer
-            needs their old values.
+            needs their old values, or qkv's last dimension has a stride.
 
     Raises:
         ValueError: cos and sin are not of N tokens, or of another shape.
@@ -78,12 +78,15 @@ def rotate_and_split(
 def _rotary_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if qkv.stride(-1) != 1:  # the kernel would read a copy and write beside the numbers
+        return _rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
     from .rotary_kernel import launch_rotary
 
     kv_heads = (qkv.shape[2] - num_heads) // 2
     q, k, v = qkv.transpose(1, 2).split([num_heads, kv_heads, kv_heads], 1)
     scale = None if norm_eps is None else qkv.new_empty(*qkv.shape[:2], num_heads + kv_heads, dtype=torch.float32)
     launch_rotary(qkv, q, k, v, cos, sin, scale, norm_eps, in_place=True)
+    mark_written(qkv)
     return q, k, v
 
 

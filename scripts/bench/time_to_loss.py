@@ -10,7 +10,7 @@ seed by seed. Ours is the run that `train.py` would be. nanoGPT is its own model
 `bench.opponents=[nanogpt,nanochat]` adds nanochat, and ratios are to the first one named; `bench.opponents=[]` trains
 ours alone. A run of theirs ends at the target, or where it overfits. Their code is not stored here: `git clone
 https://github.com/karpathy/nanoGPT .cache/nanoGPT`, and nanochat likewise.
-`'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed.
+`'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed, not one that changes those windows.
 
 Seconds are those of training steps alone, without evaluation and saving. The first step, which compiles, counts as one
 of the steps after it. Between two evaluations the loss is interpolated linearly. A ratio of times is a ratio of tokens
@@ -21,12 +21,14 @@ import contextlib
 import math
 import shutil
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from conf.arguments import key_of
 from conf.program import changed, program
 from conf.schema import Settings
 from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, train_opponent
@@ -34,8 +36,10 @@ from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_out
 from scripts.variants import refuse_to_resume, train_aside
 from training.curves import picture, read_run
 from training.evaluate import EvaluationSet, evaluate
+from training.resume import held_out
 from training.run import Run, resolve
 
+INSTEAD = {"train.seed": "bench.seeds", "train.eval_every": "bench.every"}  # a run's key -> the benchmark's
 OVERFITS = 0.02  # nats above the least held-out loss of a run, five evaluations in a row: it will not fall again
 Curve = list[tuple[int, float, float]]  # tokens, training seconds, held-out loss in nats a token
 
@@ -53,6 +57,7 @@ class TimeToLossConfig:
         refuse_unknown("bench.", self, opponents=OPPONENTS)
         if unset := [change for change in self.changes if "=" not in change]:
             raise ValueError(f"bench.changes={unset[0]} has no value; write KEY=VALUE")
+        refuse_unknown("bench.", self, changes=self.changes)  # one of them twice
         if self.target is not None and not self.target > 0:
             raise ValueError(f"bench.target={self.target} must be above 0 nats")
         if self.target is None and not self.opponents:
@@ -74,11 +79,16 @@ class TimeToLossSettings(Settings):
 def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     refuse_to_resume(settings)
     bench = settings.bench
+    if unread := [key for key in map(key_of, (*sys.argv[1:], *bench.changes)) if key in INSTEAD]:
+        raise ValueError(f"{unread[0]} has no effect here; use {INSTEAD[unread[0]]}")
     quiet = {"eval_every": bench.every, "log_every": bench.every, "sample_tokens": 0, "save_every": 0}
     settings = replace(settings, train=replace(settings.train, **quiet))
     ours = {"ours": settings} | {f"ours, {change}": changed(settings, change) for change in bench.changes}
     # impossible runs are refused here, before anything is trained
-    chosen, *_ = [resolve(one, run_dir) for one in ours.values()]
+    chosen, *others = [resolve(one, run_dir) for one in ours.values()]
+    for change, other in zip(bench.changes, others, strict=True):
+        if held_out(other.description) != held_out(chosen.description):
+            raise ValueError(f"bench.changes={change} changes what is held out: its loss would be of other windows")
     report = Report("time_to_loss", run_dir, chosen.hardware.description)
     opponents: list[Opponent] = [getattr(settings, name) for name in bench.opponents]
     for opponent in opponents:
