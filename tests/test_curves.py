@@ -429,6 +429,16 @@ def test_a_cross_stands_where_memory_ran_out_first(tmp_path, drawn):
     assert axes.get_legend_handles_labels()[1] == ["flash", "naive", "out of memory"]
 
 
+@pytest.mark.parametrize("panels", [1, 2])
+def test_no_name_is_cut_off_at_a_picture_s_edge(tmp_path, drawn, panels):
+    names = [f"{attention}, {mode}, plain loss" for attention in ("sdpa", "naive") for mode in ("none", "full")]
+    rows = [{"seq_len": n, "attention": name, "ms": n} for name in names for n in (1, 2)]
+    draw_lengths(tmp_path / "x.png", rows, [Panel("ms", "ms")] * panels, "{attention}".format_map, "")
+    (figure,) = drawn
+    shown, whole = figure.legends[0].get_window_extent(), figure.bbox
+    assert whole.x0 <= shown.x0 < shown.x1 <= whole.x1
+
+
 def test_an_attention_has_one_colour_in_every_picture(tmp_path, drawn):
     rows = [
         {"seq_len": n, "attention": name, "mode": mode, "ms": n} for name in ("naive", "flash", "mine") for n in (1, 2)

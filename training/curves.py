@@ -113,7 +113,8 @@ def picture(
         figure.subplots_adjust(**margins)
         panels.flat[0].legend(labelled.values(), labelled.keys(), loc="upper right", **style)
     else:
-        figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, **style)
+        columns = min(4, max(1, int(size[0] / 2.3)))  # inches that a long name takes
+        figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=columns, **style)
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
