@@ -96,7 +96,7 @@ def run(
     model = chosen.build_model()
     forward = parallelize(model, hardware)  # compiled if hardware.compile, sharded if parallel.data=shard
     optimizer = Optimizer(model, chosen.plan.optim, hardware.dtype, world)
-    state, best_loss = resume.restore(resumed, model, optimizer, hardware.device, chosen.description)
+    state, best_loss = resume.restore(resumed, model, optimizer, hardware.device, chosen.description, run_dir)
     if chosen.initial:
         chosen.initial.load_weights(model)
     stepper = Stepper(chosen, model, forward, optimizer)
@@ -125,7 +125,7 @@ def run(
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
-        progress = {"step": step, "best": best, "metric_lines": log.lines} | speed.progress(step)
+        progress = {"step": step, "metric_lines": log.lines} | speed.progress(step)
         saver.save(model, state, progress | description, best=best)
 
     with (

@@ -246,11 +246,14 @@ class GPT(nn.Module):
         return self
 
     def make_tables(self, *_) -> None:
-        """Make the tables of rotary positions: fp32 whatever the weights' dtype, and never part of a checkpoint."""
+        """Make what is no part of a checkpoint: tables of rotary positions, fp32 whatever the weights, and the mask."""
         if self.cos is None or self.cos.is_meta:
             self.cos, self.sin = rope_tables(self.seq_len, self.config.head_dim, self.config.rope_base)
         device = self.embedding.weight.device  # tables already there stay: a captured graph may read them
         self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+        for module in self.modules():
+            if isinstance(module, Pattern):
+                module.make(device)  # on meta there was none
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Normal weights of std 0.02; those that write to the residual stream divided by sqrt(2 layers).

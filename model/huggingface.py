@@ -8,7 +8,8 @@ forward pass and kind of layer, and `attention`, called in each layer with what 
 and documents neither copies keys or values; only the bounds of documents are waited for, once per forward pass.
 
 Without a mask documents begin where position_ids do not rise by one, as in transformers' flash attention. Its eager and
-sdpa attention see that only without a cache: with use_cache at its default they let such documents see each other.
+sdpa attention see that only without a cache: with use_cache at its default they let such documents see each other. So
+do we in models that make a mask of ones themselves (BioGPT).
 The output of a padding token's query means nothing, and differs from theirs: a prompt that is padded on the right,
 about which transformers warns, continues from such an output. Pad on the left.
 """

@@ -40,7 +40,8 @@ PACKED = "gpt_triton looks for packed documents outside of graphs; compile witho
 
 # model_type of models whose layers compute with the mask: they add numbers of the tokens to it, or choose keys by it
 COMPUTE_WITH_MASKS = (
-    "axk2", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4", "mistral_large4", "mistral_large4_text",
+    "axk2", "bigbird_pegasus", "deepseek_v32", "deepseek_v4", "doge", "git", "glm_moe_dsa", "hy_v4", "mistral_large4",
+    "mistral_large4_text", "pp_doclayout_v2", "qwen4_exp", "qwen4_exp_text",
 )  # fmt: skip
 # parts of their mask functions that ranges of keys can express
 CAUSAL = {"causal_mask_function"}

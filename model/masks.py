@@ -57,9 +57,14 @@ class Pattern(nn.Module):
     def __init__(self, mask: str, window: int | None, seq_len: int, device: torch.device | str):
         super().__init__()
         self.pattern, self.seq_len = (mask, window), seq_len  # the mask's function cannot be pickled, only made again
-        made = self._made(seq_len, device) if torch.device(device).type != "meta" else None
         for name in BlockMask._fields[:3]:  # tensors that move with the model but are not part of a checkpoint
-            self.register_buffer(name, getattr(made, name, None), persistent=False)
+            self.register_buffer(name, None, persistent=False)
+        self.make(device)
+
+    def make(self, device: torch.device | str) -> None:
+        """Make the mask, unless there is one or the device is meta."""
+        if (self.starts is None or self.starts.is_meta) and torch.device(device).type != "meta":
+            self.starts, self.visits, self.bits, *_ = self._made(self.seq_len, device)
 
     def forward(self, num_tokens: int) -> BlockMask | None:
         """The mask of the first `num_tokens` tokens; for fewer than seq_len it is built at each call."""

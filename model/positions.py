@@ -56,9 +56,9 @@ def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tenso
 
     Source: RoFormer, arXiv:2104.09864, with the pairs half a head apart.
     """
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2,)
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)  # (D/2,)
     # in float64: at position 32,768 an fp32 angle is already off by 1e-3
-    angle = torch.arange(seq_len, dtype=torch.float64)[:, None, None] * frequency  # (seq_len, 1, D/2)
+    angle = torch.arange(seq_len, dtype=torch.float64, device="cpu")[:, None, None] * frequency  # (seq_len, 1, D/2)
     cos, sin = angle.cos().float(), angle.sin().float()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

@@ -26,10 +26,10 @@ from data.tokenizer_file import FileEncoding, read_config
 from data.tokenizer_json import tokenizer_json
 from model import GPT
 from model.huggingface_weights import architecture, config_json, tensors
-from training.checkpoint import META, Checkpoint, given_or_newest, open_checkpoint
+from training.checkpoint import META, Checkpoint, open_checkpoint
 from training.checkpoint_files import free_folder, whole_folder, write_json, write_weights
 from training.curves import read_run
-from training.trained import load_trained
+from training.trained import given_or_newest, load_trained
 
 # what the card needs of a checkpoint's description
 NEEDED = {

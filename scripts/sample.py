@@ -23,9 +23,9 @@ from model import GPT, generate
 from model.cache import EIGHT_BIT_DTYPES
 from model.sampling import check_sampling, marked
 from scripts.bench.report import refuse_out_of_range, refuse_unknown
-from training.checkpoint import given_or_newest, open_checkpoint
+from training.checkpoint import open_checkpoint
 from training.hardware import HardwareConfig, set_up
-from training.trained import load_trained
+from training.trained import given_or_newest, load_trained
 
 
 @dataclass

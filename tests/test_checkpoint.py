@@ -26,6 +26,7 @@ from training.comparison import state
 from training.log import MetricsFile
 from training.random_states import random_states, restore_random_states, seed_everything
 from training.saver import Saver
+from training.trained import given_or_newest
 
 FILES = (checkpoints.META, checkpoints.WEIGHTS, checkpoints.STATE, checkpoints.MANIFEST)
 
@@ -147,6 +148,17 @@ def test_a_branch_that_was_left_is_not_the_newest(tmp_path, monkeypatch):
     assert checkpoints.newest_complete(tmp_path).step == 8
 
 
+def test_the_best_step_that_is_saved_again_stays_the_best(tmp_path):
+    """As the step before a bad one is."""
+    net = Net()
+    for step, best in ((4, True), (8, True), (8, False), (9, False)):
+        save(tmp_path, net, step, best=best)
+    four, eight, nine = (checkpoints.open_checkpoint(tmp_path / f"step_{step:06}") for step in (4, 8, 9))
+    assert [each.meta["best_save"] for each in (four, eight, nine)] == [1, 3, 3]
+    assert checkpoints.best_of(nine) == checkpoints.best_of(eight) == eight.path == (tmp_path / "best").resolve()
+    assert checkpoints.best_of(four) == four.path
+
+
 def described_anew(path, change):
     """Change a checkpoint's description; its manifest fits."""
     meta = json.loads((path / checkpoints.META).read_text())
@@ -174,7 +186,7 @@ def test_the_newest_run_is_the_one_that_saved_last(tmp_path, monkeypatch):
         folder = Path("runs", "mine", name, "checkpoints")
         folder.mkdir(parents=True)
         os.utime(save(folder, Net(), 1) / checkpoints.META, (written, written))
-    assert checkpoints.given_or_newest(None) == Path("runs/mine/a/checkpoints/last")
+    assert given_or_newest(None) == Path("runs/mine/a/checkpoints/last")
 
 
 def test_a_step_in_the_description_counts_and_not_the_folders_name(tmp_path):

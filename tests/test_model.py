@@ -636,6 +636,10 @@ def test_tables_are_made_again_wherever_the_weights_come_from():
             other.to_empty(device="cpu")
         other.load_state_dict(model.state_dict(), assign=assign)
         assert torch.equal(other(tokens), expected)
+    with torch.device("meta"):
+        other = GPT(small_config(), VOCAB, SEQ_LEN)
+    other.to_empty(device="cpu").load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens), expected)
     cos = model.cos
     model.load_state_dict(other.state_dict())
     assert model.cos is cos, "a captured graph may read it"

@@ -54,6 +54,21 @@ def test_a_packed_document_is_as_if_alone(attention, window):
     assert model(tokens, cu_seqlens=cu_seqlens).shape == (3, SEQ_LEN, VOCAB)
 
 
+@pytest.mark.parametrize("way", ["assign", "to_empty", "there and back"])
+def test_a_model_whose_weights_were_on_meta_has_its_mask(way):
+    """It had none, and saw what follows."""
+    model, tokens = gpt("naive", mask="prefix:4"), torch.randint(1, VOCAB, (1, SEQ_LEN), device=DEVICE)
+    expected = model(tokens)
+    if way == "there and back":
+        other = gpt("naive", mask="prefix:4").to("meta")
+    else:
+        other = GPT(model.config, VOCAB, SEQ_LEN, device="meta")
+    if way == "to_empty":
+        other.to_empty(device=DEVICE)
+    other.load_state_dict(model.state_dict(), assign=way != "to_empty")
+    assert torch.equal(other(tokens), expected)
+
+
 def test_without_the_mask_documents_see_each_other():
     """Guards the test above: the same batch without cu_seqlens gives another loss."""
     model = gpt("naive")

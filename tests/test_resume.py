@@ -359,7 +359,7 @@ def test_a_best_loss_of_other_windows_does_not_count(key):
         groups.get(group, {})[name] = value
         return {"settings": groups, "data_fingerprint": value if key == "fingerprint" else 1}
 
-    checkpoint, state = SimpleNamespace(meta=run(1) | {"best": True}), {"best_loss": 0.5}
+    checkpoint, state = SimpleNamespace(meta=run(1)), {"best_loss": 0.5}
     assert best_loss_before(state, checkpoint, run(1)) == 0.5
     assert best_loss_before(state, checkpoint, run(2)) == math.inf
 
@@ -481,23 +481,88 @@ def test_of_another_model_its_name_is_what_differs():
         resume._refuse_another_model("resume=x", before, {"model": {"num_kv_heads": None, "name": "b"}}, ())
 
 
-def test_going_back_takes_best_along(tmp_path):
+# ---- back to an earlier step
+
+WORSE = ("optim.lr=3", "train.save_every=2", "train.eval_every=4", "train.keep_last=1", "train.log_every=1")
+
+
+@pytest.fixture(scope="module")
+def of_12_steps(tmp_path_factory):
+    """A run that is best after its last step and keeps every second one."""
+    folder = tmp_path_factory.mktemp("of_12_steps")
+    train(small_run(folder, *WORSE, "optim.lr=6e-4", "train.steps=12", "train.keep_every=2"), folder / "run")
+    assert best(folder / "run") == (12, losses(folder / "run")[12])
+    assert losses(folder / "run")[4] > losses(folder / "run")[8] > losses(folder / "run")[12]
+    return folder
+
+
+@pytest.fixture
+def copied(of_12_steps, tmp_path):
+    return shutil.copytree(of_12_steps, tmp_path / "copy", symlinks=True) / "run"
+
+
+def losses(run_dir):
+    return {record["step"]: record["val_loss"] for record in metrics(run_dir) if "val_loss" in record}
+
+
+def best(run_dir):
+    """(step that `best` names, best loss of the summary)"""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return open_checkpoint(run_dir / "checkpoints" / "best").step, summary["best_val_loss"]
+
+
+def back_to(run_dir, step, *overrides, **options):
+    if step is not None:
+        overrides = (f"resume={run_dir}/checkpoints/step_{step:06}", *overrides)
+    return train(small_run(run_dir.parent, *WORSE, "train.steps=13", *overrides), run_dir, **options)
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_going_back_takes_best_along(copied, step):
     """It stayed on the branch that was left, came to name a worse step there, and what was really best was deleted."""
-    run_dir, own = tmp_path / "run", ("train.save_every=2", "train.eval_every=4", "train.keep_last=1")
-    first = train(small_run(tmp_path, "train.steps=12", "train.keep_every=2", *own[:2]), run_dir)
-    checkpoints = run_dir / "checkpoints"
-    losses = {record["step"]: record["val_loss"] for record in metrics(run_dir) if "val_loss" in record}
-    assert [losses[4] > losses[8], first["best_val_loss"], (checkpoints / "best").resolve().name] == [
-        True, losses[12], "step_000012",
-    ]  # fmt: skip
-    whole = contents(open_checkpoint(checkpoints / "step_000004"))
-    shutil.copytree(run_dir, tmp_path / "other", symlinks=True)
-    worse = ("train.steps=13", "optim.lr=100", *own)  # that branch has a step 12, too
-    back = train(small_run(tmp_path, f"resume={checkpoints}/step_000004", *worse), run_dir)
-    assert back["best_val_loss"] == losses[4] < back["val_loss"]
-    assert contents(open_checkpoint(checkpoints / "best")) == whole
-    other = tmp_path / "other" / "checkpoints"
-    back = train(small_run(tmp_path, f"resume={other}/step_000006", *worse), other.parent)
-    losses = {record["step"]: record["val_loss"] for record in metrics(other.parent) if "val_loss" in record}
-    loss, step = min((loss, step) for step, loss in losses.items() if step > 6)
-    assert (open_checkpoint(other / "best").step, back["best_val_loss"]) == (step, loss)
+    before, loss = contents(open_checkpoint(copied / "checkpoints" / "step_000004")), losses(copied)[4]
+    assert back_to(copied, step)["val_loss"] > loss
+    assert best(copied) == (4, loss)
+    assert contents(open_checkpoint(copied / "checkpoints" / "best")) == before
+
+
+def test_where_the_best_of_a_branch_is_gone_the_next_one_counts(copied):
+    shutil.rmtree(copied / "checkpoints" / "step_000004")
+    back_to(copied, 6)
+    loss, step = min((loss, step) for step, loss in losses(copied).items() if step > 6)
+    assert best(copied) == (step, loss)
+
+
+def test_a_run_that_went_back_and_was_killed_has_the_links_of_that_branch(copied):
+    def killed(step: Step) -> None:
+        if step.number == 8:
+            raise KeyboardInterrupt
+
+    loss = losses(copied)[4]
+    with pytest.raises(KeyboardInterrupt):
+        back_to(copied, 6, "train.save_every=100", on_step=killed)
+    assert [open_checkpoint(copied / "checkpoints" / name).step for name in ("last", "best")] == [6, 4]
+    back_to(copied, None, f"resume={copied}")
+    assert best(copied) == (4, loss)
+
+
+def test_after_all_a_run_goes_on_with_the_branch_that_it_had_left(copied, capsys):
+    loss = losses(copied)[8]
+    back_to(copied, 4, "train.steps=6", "train.keep_every=2")
+    back_to(copied, 10)
+    assert best(copied) == (8, loss)
+    assert re.search(r"has lost 4 of its 10 lines .* another branch of the run", capsys.readouterr().out)
+
+
+def test_a_fork_has_a_best_of_its_own(of_12_steps, tmp_path):
+    """What it inherited was better than all of its own, of which none was kept then."""
+    fork = tmp_path / "fork"
+    train(small_run(of_12_steps, *WORSE, f"resume={of_12_steps}/run/checkpoints/last", "train.steps=16"), fork)
+    assert best(fork) == (16, losses(fork)[16])
+
+
+def test_where_nothing_is_left_to_do_the_summary_of_later_steps_stays(copied):
+    summary = (copied / "summary.json").read_text()
+    back_to(copied, 6, "train.steps=6")
+    assert (copied / "summary.json").read_text() == summary
+    assert state(read_run(copied)) == "finished"

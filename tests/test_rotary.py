@@ -122,6 +122,21 @@ def test_only_whom_no_gradient_asks_are_turned_where_they_are():
         assert not torch.equal(qkv, before)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the same lines, on a CPU")
+def test_an_exported_graph_takes_any_number_of_tokens():
+    class Split(torch.nn.Module):
+        def forward(self, qkv, cos, sin):
+            return rotate_and_split(qkv, cos, sin, 4)
+
+    n = torch.export.Dim("n", min=2, max=64)
+    exported = torch.export.export(
+        Split(), make(1, 19, 4, 2, 16, torch.float32), dynamic_shapes=({1: n}, {0: n}, {0: n})
+    ).module()
+    other = make(1, 7, 4, 2, 16, torch.float32)
+    for found, expected in zip(exported(*other), rotate_and_split(*other, 4), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_strided_gradients():
     """Gradients arrive as PyTorch's attention leaves them: heads first, or expanded."""
     qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)

@@ -3,7 +3,7 @@
     <run>/checkpoints/step_000600/
         model.safetensors    the weights
         state.pt             optimizer and random-number states (read with weights_only=True: no code is run)
-        checkpoint.json      step, number of this save in the folder, whether it is the best so far, settings, versions
+        checkpoint.json      step, numbers of this save and of the best one in the folder, resolved settings, versions
         manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
     <run>/checkpoints/went_back.json    where the run went back to an earlier one: which saves are of the branch it left
@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from data.shards import file_sha256, flush
-from training.checkpoint_files import fingerprint, read_json, write_json, write_state, write_weights
+from training.checkpoint_files import fingerprint, read_json, use_its_commit, write_json, write_state, write_weights
 from training.shard import local_shard, shard_of
 
 FORMAT = 2
@@ -161,8 +161,11 @@ def prepare(folder: Path) -> None:
 
 
 def write(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], *, best: bool) -> Path:
-    """`write_step`, then point `last` (and `best`) at it."""
-    written = write_step(folder, weights, state, meta)
+    """`write_step`, then point `last` (and `best`) at it. Its meta also gets "best_save", the best save's number."""
+    own, before = _last_save(folder) + 1, (folder / "best").resolve()
+    best = best or before.name == f"step_{meta['step']:06d}"  # the same step again
+    numbers = {"save": own, "best_save": own if best else _save_number(before)}
+    written = write_step(folder, weights, state, numbers | meta)
     for link in LINKS if best else LINKS[:1]:
         _hidden_link(folder / link, written).replace(folder / link)
     return written
@@ -204,21 +207,29 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
 
 
 def go_back(folder: Path, checkpoint: Checkpoint) -> None:
-    """Record that a run goes on from its own `checkpoint`: later saves, `best` too, are of a branch that it leaves."""
+    """Record that a run goes on from its own `checkpoint`: later saves are of a branch that it leaves, and `last` and
+    `best` become what they were at that save, or no `best` where that is gone."""
+    if checkpoint.path.parent != folder.resolve():
+        return
     here, last = checkpoint.meta["save"], _last_save(folder)
     to, since = _left_behind(folder)
     # going on from the last save leaves nothing, unless that save is of a branch that was left before
-    if checkpoint.path.parent == folder.resolve() and (here < last or to < here <= since):
+    if here < last or to < here <= since:
         (folder / WENT_BACK).write_text(json.dumps({"to": here, "from": last}))  # ignored if a crash cuts it short
         flush(folder / WENT_BACK)
-        if checkpoint.meta.get("best") or overtaken(checkpoint):
-            _hidden_link(folder / "best", checkpoint.path).replace(folder / "best")
-        flush(folder)
+    best = best_of(checkpoint)
+    if best is None and "best_save" in checkpoint.meta:
+        (folder / "best").unlink(missing_ok=True)
+    for link, target in (("last", checkpoint.path), ("best", best)):
+        if target is not None:
+            _hidden_link(folder / link, target).replace(folder / link)
+    flush(folder)
 
 
-def overtaken(checkpoint: Checkpoint) -> bool:
-    """Whether `best` beside a checkpoint was saved after it: going on from the checkpoint leaves it behind."""
-    return checkpoint.meta["save"] < _age((checkpoint.path.parent / "best").resolve())[0] < math.inf
+def best_of(checkpoint: Checkpoint) -> Path | None:
+    """The best checkpoint beside this one when this one was saved; None where it is gone."""
+    number, folder = checkpoint.meta.get("best_save"), checkpoint.path.parent
+    return next((path for path in _by_age(folder) if number is not None and _save_number(path) == number), None)
 
 
 def _left_behind(folder: Path) -> tuple[int, int]:
@@ -307,23 +318,6 @@ def newest_complete(
     return None
 
 
-def use_its_commit(meta: dict[str, Any]) -> str:
-    """The remedy for a checkpoint of another version."""
-    return f"use the commit that wrote it ({(meta.get('provenance') or {}).get('commit')})"
-
-
-def given_or_newest(checkpoint: str | None) -> str | Path:
-    """`checkpoint` as typed; for None, the most recently written `last` under runs/."""
-    if checkpoint == "":  # an unset variable, say: not a choice
-        raise ValueError("checkpoint is empty; give a checkpoint or a run's folder, or leave it out for the newest")
-    if checkpoint is not None:
-        return checkpoint
-    found = sorted(Path("runs").glob("**/checkpoints/last/" + META), key=lambda p: p.stat().st_mtime)
-    if not found:
-        raise ValueError("no checkpoint under runs/; train first (python train.py) or give checkpoint=PATH")
-    return found[-1].parent
-
-
 def _by_age(folder: Path) -> list[Path]:
     """Visible checkpoints, the last save first; an unreadable one counts as newest, so that it is reported."""
     found = [path for path in folder.glob("step_*") if VISIBLE.fullmatch(path.name) and path.is_dir()]
@@ -335,12 +329,18 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _age(path: Path) -> tuple[float, int]:
-    """Sort key of a checkpoint: its save number, inf if it cannot be read, then its step."""
+    """Sort key of a checkpoint: its save number, then its step."""
+    save = _save_number(path)
+    return math.inf if save is None else save, _step(path)
+
+
+def _save_number(path: Path) -> int | None:
+    """The number of a checkpoint's save; None if it cannot be read."""
     try:
         save = read_json(path, META).get("save")
     except (OSError, ValueError):
         save = None
-    return save if type(save) is int else math.inf, _step(path)
+    return save if type(save) is int else None
 
 
 def _last_save(folder: Path) -> int:
@@ -349,7 +349,7 @@ def _last_save(folder: Path) -> int:
 
 
 def _step(path: Path) -> int:
-    return int((re.search("[0-9]+", path.name) or "0")[0])
+    return int(re.search("[0-9]+", path.name)[0])
 
 
 def _hidden_link(link: Path, target: Path) -> Path:

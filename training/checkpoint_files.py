@@ -116,3 +116,8 @@ def _is_deep(value: Any) -> bool:
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256, as a manifest has them."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def use_its_commit(meta: dict[str, Any]) -> str:
+    """The remedy for a checkpoint of another version."""
+    return f"use the commit that wrote it ({(meta.get('provenance') or {}).get('commit')})"

@@ -183,10 +183,11 @@ class RunLog:
             "exit_code": EXIT_UNSAVED if unsaved else stop.exit_code if stop else 0,
             "checkpoint": str(checkpoint) if checkpoint else None,
         }
-        if not 0 < self._first_step == results["steps"]:  # a resumed run without a step keeps the later lines
-            self._file.flush()
+        idle = stop is None and self._first_step == results["steps"] < self._file.last  # the later lines' files stay
         try:
-            _write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+            if not idle:
+                self._file.flush()
+                _write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
         self._with_wandb(lambda run: run.summary.update(named(summary)))
@@ -252,7 +253,7 @@ class MetricsFile:
         if expected is not None and self.lines < expected:
             say(
                 f"metrics    {path} has lost {expected - self.lines} of its {expected} lines up to step {first_step} "
-                "(a power cut, or an edit); the run goes on without them"
+                "(a power cut, an edit, or another branch of the run); it goes on without them"
             )
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:

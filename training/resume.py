@@ -15,7 +15,7 @@ import torch
 
 from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
-from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint, overtaken
+from training.checkpoint import FILES, META, STATE, Checkpoint, best_of, newest_complete, open_checkpoint
 from training.comparison import as_typed, flat, settings_of
 from training.lock import by_time, sweep_of
 from training.optimizer import OptimConfig, Optimizer, lr_factor
@@ -232,9 +232,11 @@ def restore(
     optimizer: Optimizer,
     device: torch.device,
     description: Mapping[str, Any],
+    run_dir: Path,
 ) -> tuple[dict[str, Any], float]:
     """Load `checkpoint` into model, optimizer and random streams. Return its whole state and the best validation loss
-    that counts in the run of this `description` (`best_loss_before`); for a new run, without a checkpoint, ({}, inf).
+    that counts in the run of this `description` (`best_loss_before`), inf where `run_dir` does not have the weights of
+    that loss; for a new run, without a checkpoint, ({}, inf).
 
     ValueError names what the checkpoint lacks, or what does not fit.
     """
@@ -251,7 +253,10 @@ def restore(
         raise
     except (ValueError, TypeError, LookupError, RuntimeError) as error:  # as PyTorch, NumPy and Python raise it
         raise ValueError(f"checkpoint {checkpoint.path}: {STATE} does not fit ({error}); use another") from error
-    return state, best_loss_before(state, checkpoint, description)
+    own = checkpoint.path.parent == (run_dir / "checkpoints").resolve()
+    if own and ("best_save" not in checkpoint.meta or best_of(checkpoint)):
+        return state, best_loss_before(state, checkpoint, description)
+    return state, math.inf
 
 
 def _order(settings: Mapping[str, Any]) -> tuple:
@@ -278,11 +283,8 @@ def _refuse_other_losses(losses: list[Any]) -> None:
 
 
 def best_loss_before(state: Mapping[str, Any], checkpoint: Checkpoint, description: Mapping[str, Any]) -> float:
-    """The best validation loss of the run so far; inf where it was measured on another text or other windows, or where
-    its weights may be gone: `best` has moved to a branch that the run leaves."""
-    same = held_out(checkpoint.meta) == held_out(description)
-    counts = same and (checkpoint.meta.get("best") or not overtaken(checkpoint))
-    return state["best_loss"] if counts else math.inf
+    """The best validation loss of the run so far; inf where it was measured on another text or other windows."""
+    return state["best_loss"] if held_out(checkpoint.meta) == held_out(description) else math.inf
 
 
 def held_out(description: Mapping[str, Any]) -> list:

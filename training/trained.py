@@ -1,5 +1,6 @@
 """The trained network and the tokenizer of a checkpoint, for programs that use them."""
 
+from pathlib import Path
 from typing import get_type_hints
 
 import tiktoken
@@ -8,7 +9,8 @@ import torch
 from data import tokenizer_from_state
 from model import GPT, GPTConfig, build_model, resolve_model
 from model.config import as_described
-from training.checkpoint import META, Checkpoint, use_its_commit
+from training.checkpoint import META, Checkpoint
+from training.checkpoint_files import use_its_commit
 
 # keys of a checkpoint's description
 NEEDED = {
@@ -16,6 +18,18 @@ NEEDED = {
     "tokenizer": {"name": str, "alphabet": str},
     "vocab_size": int,
 }
+
+
+def given_or_newest(checkpoint: str | None) -> str | Path:
+    """`checkpoint` as typed; for None, the most recently written `last` under runs/."""
+    if checkpoint == "":  # an unset variable, say: not a choice
+        raise ValueError("checkpoint is empty; give a checkpoint or a run's folder, or leave it out for the newest")
+    if checkpoint is not None:
+        return checkpoint
+    found = sorted(Path("runs").glob("**/checkpoints/last/" + META), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise ValueError("no checkpoint under runs/; train first (python train.py) or give checkpoint=PATH")
+    return found[-1].parent
 
 
 def load_trained(

@@ -49,7 +49,7 @@ def rotate_and_split(
     """
     if qkv.dim() != 4:
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}; expected (B, N, Hq + 2 Hkv, D)")
-    if not len(cos) == len(sin) == qkv.shape[1]:
+    if not cos.shape[0] == sin.shape[0] == qkv.shape[1]:  # not `len`, which torch.export takes for a fixed number
         raise ValueError(f"cos and sin have {len(cos)} and {len(sin)} positions but qkv has {qkv.shape[1]} tokens")
     wanted = 1, qkv.shape[3]
     if cos.shape[1:] != wanted or sin.shape[1:] != wanted or qkv.shape[3] % 2:
