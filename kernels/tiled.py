@@ -64,6 +64,8 @@ def _tiled(block_q: int, block_k: int):
 
     def attention(q, k, v, options, first_row=0):
         refuse_torch_func("tiled_attention", "naive_attention")
+        if torch.jit.is_tracing():  # it ends in an error of the tracer's own
+            raise RuntimeError("tiled_attention is not for torch.jit.trace: use naive_attention")
         # the loops are unrolled over these numbers, which a compiler must know before it traces the Function
         tiles = list(visible_tiles(q.shape[2], k.shape[2], options, block_q, block_k))
         k, v = k.view_as(k), v.view_as(v)  # given one tensor twice, a compiled Function loses a gradient (torch 2.11)

@@ -17,6 +17,7 @@ from kernels import (
     linear_cross_entropy,
     naive_attention,
     ops,
+    tiled_attention,
 )
 from kernels.call import Options
 from tests.attention_checks import make_packed, make_qkv
@@ -273,6 +274,13 @@ def test_second_derivatives_are_refused():
     (grad,) = torch.autograd.grad(flash_attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="flash_bwd has no derivative"):
         torch.autograd.grad(grad.sum(), q)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_of_tiles_is_refused():
+    q = torch.randn(1, 2, 20, 16)
+    with pytest.raises(RuntimeError, match=r"tiled_attention is not for torch\.jit\.trace: use naive_attention"):
+        torch.jit.trace(lambda q: tiled_attention(q, q, q, causal=True), (q,), check_trace=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")

@@ -162,7 +162,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     multiplied once at the end: 0.63 of the FLOPs where one side is four times the other. The gram matrix's eigenvalues
     are the squares of singular values, so bfloat16 would lose the smallest.
 
-    x: (matrices, rows, columns).
+    x: (matrices, rows, columns), entries below 1e9: fourth powers that overflow fp32 give zeros. Clipping sees to that.
     dtype: of the products.
     """
     x = x.to(dtype)
