@@ -107,7 +107,10 @@ def attention(
     if padded:
         if attention_mask.shape[1] != key.shape[2]:
             columns, keys = attention_mask.shape[1], key.shape[2]
-            raise ValueError(f"attention_mask has {columns} columns and there are {keys} keys; give one for each")
+            raise ValueError(
+                f"attention_mask has {columns} columns and there are {keys} keys; give one for each; where the "
+                f"model's own cache counts them otherwise, {INSTEAD}"
+            )
         query = nan_at_holes(query, attention_mask)
         if not (needs_grad or dropout or (window[0] >= 0 and not causal)) and _readable_as_cache(query, key, value):
             sinks = None if torch.compiler.is_compiling() else id(s_aux)  # Dynamo cannot trace id(None)

@@ -422,7 +422,10 @@ def test_a_mask_with_other_columns_than_there_are_keys_is_refused(family, column
     """Without a cache transformers believes the mask, and keys that it lacked were not seen."""
     model, given = build(family, num_hidden_layers=1), torch.ones(3, columns).long()
     model.set_attn_implementation(huggingface.NAME)
-    with pytest.raises(ValueError, match=f"^attention_mask has {columns} columns and there are {N} keys; give one for"):
+    with pytest.raises(
+        ValueError,
+        match=f"^attention_mask has {columns} columns and there are {N} keys; give one for each; .*, {SDPA}$",
+    ):
         model(tokens(), attention_mask=given, **({"use_cache": False} if family == "Llama" else {}))
 
 
