@@ -6,7 +6,7 @@ and backward: FlexAttention's idea (arXiv:2412.05496) with tables in place of ge
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, wraps
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,17 @@ HIDDEN, FULL = -2, -1  # entries of `block_table`; the other entries are pattern
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _PAIRS = 2**25  # pairs evaluated at a time: 32 MiB of booleans
+
+
+def _outside_graphs(build: Callable) -> Callable:
+    """`build`, where torch.compile breaks its graph: a mask is made from values, by numpy."""
+
+    @wraps(build)
+    def built(*arguments, **options):
+        run = torch.compiler.disable(build) if torch.compiler.is_compiling() else build
+        return run(*arguments, **options)
+
+    return built
 
 
 class BlockMask(NamedTuple):
@@ -44,13 +55,12 @@ class BlockMask(NamedTuple):
     num_k: int
 
     @staticmethod
+    @_outside_graphs
     def from_dense(visible: Tensor) -> "BlockMask":
         """The mask of booleans (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk), True where a query sees a key.
 
-        Raises ValueError where visible is something else. torch.compile breaks its graph here, as it has no values.
+        Raises ValueError where visible is something else.
         """
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(BlockMask.from_dense)(visible)
         if not isinstance(visible, Tensor):
             raise ValueError(f"visible has type {type(visible).__name__}; expected a tensor of booleans")
         if visible.dtype != torch.bool or visible.dim() not in (2, 3, 4):
@@ -67,7 +77,7 @@ class BlockMask(NamedTuple):
     def from_torch(mask: object, num_q: int | None = None, num_k: int | None = None) -> "BlockMask":
         """Convert torch's BlockMask with blocks of 128. Its lists say which blocks are visited. Its mask_mod is
         evaluated once inside partial blocks: a later change of what it reads does not change the result. A call of
-        attention converts such a mask by itself, once per mask, but not inside torch.compile.
+        attention converts such a mask by itself, once per mask, but not inside one graph of torch.compile.
 
         num_q, num_k: tokens, where the mask's own lengths are these padded to whole blocks; None: the mask's own.
 
@@ -97,6 +107,7 @@ class BlockMask(NamedTuple):
 torch.serialization.add_safe_globals([BlockMask])  # tensors and two numbers, so torch.load may accept it
 
 
+@_outside_graphs
 def block_mask(
     mask_mod: MaskMod, B: int | None, H: int | None, Nq: int, Nk: int, device: torch.device | str = "cuda"
 ) -> BlockMask:
@@ -111,10 +122,8 @@ def block_mask(
         device: where the mask is evaluated and kept.
 
     Raises ValueError where mask_mod does not return booleans or cannot be evaluated, for sizes below 1 or too large,
-    and for a device that is not present or holds no values. torch.compile breaks its graph here, as it has no values.
+    and for a device that is not present or holds no values. torch.compile breaks its graph at a mask that is built.
     """
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(block_mask)(mask_mod, B, H, Nq, Nk, device)
     sizes = 1 if B is None else B, 1 if H is None else H, Nq, Nk
     _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))
     device = _with_values(device)
@@ -278,6 +287,7 @@ def version_of(x: Tensor) -> int:
 
 
 @torch.inference_mode(False)  # training may use the same mask later
+@_outside_graphs
 def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     """Convert torch's mask once for each version of its lists, which waits for the GPU."""
     lists = [(given.kv_num_blocks, given.kv_indices), (given.full_kv_num_blocks, given.full_kv_indices)]

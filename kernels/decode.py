@@ -144,7 +144,9 @@ def may_skip_checks(call: Call) -> bool:
     """Whether the checks of a call of the same key hold for this one: no derivative, tracer or autocast is active."""
     if torch.is_grad_enabled() or has_forward_mode() or needs_dispatcher(*[x for x in call if x is not None]):
         return False
-    return call.q is not None and not torch.is_autocast_enabled(call.q.device.type)
+    if call.q is None or call.k_cache is None or call.v_cache is None:
+        return False
+    return not torch.is_autocast_enabled(call.q.device.type)
 
 
 def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
@@ -152,7 +154,7 @@ def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
     that growing it by a copy keeps the key."""
     given = tuple([x is not None for x in call])
     k, v = call.k_cache, call.v_cache
-    if not (given[1] and given[2]) or k.dim() != 4 or call.block_table is not None or call.k_scale is not None:
+    if k.dim() != 4 or call.block_table is not None or call.k_scale is not None:
         return key_of(("decode", tile, given), options, *[x for x in call if x is not None])
     strides, together = k.stride(), 0
     for stride in strides[:3]:

@@ -34,8 +34,7 @@ class KVCacheLayers:
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         call = Call(q, k_cache, v_cache, *self._rows)
-        skip = may_skip_checks(call) and k_cache is not None and v_cache is not None
-        alike = [(x.shape, x.stride(), x.dtype, x.device) for x in call[:3]] if skip else None
+        alike = [(x.shape, x.stride(), x.dtype, x.device) for x in call[:3]] if may_skip_checks(call) else None
         if alike is not None and alike == self._alike:
             o = tokens_first(q, q.shape[3])
             if self._again(q=q, k_cache=k_cache, v_cache=v_cache, o=o):

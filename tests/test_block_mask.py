@@ -92,10 +92,14 @@ def test_batch_and_heads_and_evaluation_in_strips(monkeypatch):
         assert torch.equal(one, other)
 
 
+OF_TORCH = create_block_mask(lambda b, h, q, k: q >= k, None, None, 200, 200, device=DEVICE)
+
+
 @pytest.mark.parametrize("build", [
     lambda: block_mask(lambda b, h, q, k: (q >= k) & (k % 7 > 0), None, None, 200, 200, DEVICE),
     lambda: BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool, device=DEVICE).tril(3)),
-], ids=["function", "booleans"])  # fmt: skip
+    lambda: BlockMask.from_torch(OF_TORCH),
+], ids=["function", "booleans", "torch's"])  # fmt: skip
 def test_a_mask_that_is_built_inside_what_is_compiled(build):
     """Dynamo, which follows NumPy, ended in its words."""
     q = torch.randn(1, 1, 200, 16, device=DEVICE)

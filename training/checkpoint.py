@@ -189,7 +189,7 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
     try:
         write_weights(weights, temporary / WEIGHTS)
         write_state(state, temporary / STATE)
-        meta = {"format": FORMAT, "save": _last_save(folder) + 1, **meta}
+        meta = {"format": FORMAT, **meta, "save": meta.get("save") or _last_save(folder) + 1}
         write_json(meta, temporary / META)
         write_json({name: fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
         for path in (*(temporary / name for name in (*FILES, MANIFEST)), temporary):
@@ -228,8 +228,8 @@ def go_back(folder: Path, checkpoint: Checkpoint) -> None:
 
 def best_of(checkpoint: Checkpoint) -> Path | None:
     """The best checkpoint beside this one when this one was saved; None where it is gone."""
-    number, folder = checkpoint.meta.get("best_save"), checkpoint.path.parent
-    return next((path for path in _by_age(folder) if number is not None and _save_number(path) == number), None)
+    beside, number = _by_age(checkpoint.path.parent), checkpoint.meta.get("best_save")
+    return next((path for path in beside if _age(path)[0] == number), None)
 
 
 def _left_behind(folder: Path) -> tuple[int, int]:

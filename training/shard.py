@@ -126,9 +126,9 @@ def full_model(model: GPT) -> GPT:
     if not is_first:
         return model
     made = GPT(model.config, model.vocab_size, model.seq_len, device="meta")
-    made.load_state_dict(weights, assign=True)
     for block, theirs in zip(made.blocks, model.blocks, strict=True):
         block.attention.attend, block.attention.pattern = theirs.attention.attend, theirs.attention.pattern
+    made.load_state_dict(weights, assign=True)  # with a mask already there, none is made
     return made.train(model.training)
 
 
