@@ -39,15 +39,16 @@ from training.bad_steps import BadSteps, NumberCheck
 from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, unigram_loss
 from training.lock import locked
-from training.log import RunLog, provenance
+from training.log import RunLog
 from training.memory import advice_when_out_of_memory
 from training.optimizer import Optimizer, lr_factor
 from training.parallel import ALONE, World
 from training.profile import StepProfiler
+from training.provenance import provenance
 from training.random_states import seed_everything
 from training.rendezvous import this_world
 from training.run import Run, resolve
-from training.saver import saver_of
+from training.saver import Saver, ShardSender
 from training.shard import parallelize
 from training.speed import Speed
 from training.step import Step
@@ -111,7 +112,8 @@ def run(
     # --- what the run writes: the log, the description, checkpoints
     description = chosen.description | {"provenance": provenance()}
     log = on_first(RunLog)(run_dir, settings, chosen.wandb, description, resumed)
-    saver = saver_of(run_dir / "checkpoints", config, log.say, world)
+    keep = config.keep_last, config.keep_every
+    saver = Saver(run_dir / "checkpoints", *keep, log.say, world) if world.is_first else ShardSender(world)
     log.describe(dataset.manifest, evaluation.protocol)
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
@@ -121,7 +123,9 @@ def run(
         config.on_nonfinite, run_dir, model, optimizer, hardware, check, saver, description, log.say, resumed
     )
 
-    speed = Speed(model, hardware, config.batch_tokens, first_step, began - chosen.seconds_before)
+    speed = Speed(
+        model, hardware, config.batch_tokens, first_step, began - (resumed.meta["seconds"] if resumed else 0.0)
+    )
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
@@ -175,7 +179,7 @@ def run(
             if (profiler and profiler.step()) or step == first_step + 1:  # after its report; after compilation
                 speed.restart(step)
 
-            record, is_best = {}, False
+            record, results, is_best = {}, {}, False
             if config.is_logged(step):
                 record = step_record(loss, grad_norm, optimizer, check) | speed.lap(step) | speed.progress(step)
             if config.is_due(config.eval_every, step):

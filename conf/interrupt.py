@@ -20,9 +20,15 @@ _OURS = ("__main__", "conf", "data", "kernels", "model", "scripts", "train", "tr
 
 
 def before_imports() -> None:
-    """What every program does first."""
+    """What every program does first. Exit with one line on Windows, if Python is too old or, later, if an import of a
+    package that is not ours fails."""
     leave_quietly()
-    need_an_environment()
+    if sys.platform == "win32":
+        _exit("this runs on Linux and macOS; on Windows use WSL (`wsl --install`), and begin anew there")
+    if sys.version_info < OLDEST:
+        found = ".".join(map(str, sys.version_info[:2]))
+        _exit(f"{sys.executable} is Python {found}, older than 3.11; begin with `uv run`, or use 3.13")
+    sys.excepthook = _explain_import
 
 
 def before_a_run() -> None:
@@ -33,17 +39,6 @@ def before_a_run() -> None:
     if os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
         # when one process dies, the others say so in one line, which PyTorch's traces would bury
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def need_an_environment() -> None:
-    """Exit with one line on Windows, if Python is too old or, later, if an import of a package that is not ours
-    fails."""
-    if sys.platform == "win32":
-        _exit("this runs on Linux and macOS; on Windows use WSL (`wsl --install`), and begin anew there")
-    if sys.version_info < OLDEST:
-        found = ".".join(map(str, sys.version_info[:2]))
-        _exit(f"{sys.executable} is Python {found}, older than 3.11; begin with `uv run`, or use 3.13")
-    sys.excepthook = _explain_import
 
 
 def leave_quietly() -> None:

@@ -215,6 +215,8 @@ class _Runs(Generic[S]):
                 if self.processes:
                     self.processes.close()
                 raise
+            if stopped.code and os.getpid() != self.process:
+                raise ValueError(f"the run in {folder} ended with exit code {stopped.code}") from stopped
             self.exit_codes.append(stopped.code)
         except KeyboardInterrupt:  # before there was anything to save
             if self.is_first:
@@ -321,7 +323,10 @@ def register(schema: type) -> None:
     # cached: they create a folder, and a launcher's jobs, processes of their own, receive what was found here
     OmegaConf.register_new_resolver("run_dir", folder_of_run, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("sweep_dir", folder_of_sweep, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
+    # Muon handles only the matrices of a GPT of ours
+    OmegaConf.register_new_resolver(
+        "optim_for", lambda model: "adamw" if model == "huggingface" else "muon", replace=True
+    )
     OmegaConf.register_new_resolver("tokenizer_for", lambda model, ours: model or ours, replace=True)
     OmegaConf.register_new_resolver("unless", lambda other, value: None if other else value, replace=True)
 
@@ -392,8 +397,3 @@ def _missing(values: Any, key: str = "") -> Iterator[str]:
     elif isinstance(values, dict):
         prefix = f"{key}." if key else ""
         yield from (found for name, value in values.items() for found in _missing(value, f"{prefix}{name}"))
-
-
-def _optim_for(model: str) -> str:
-    """The optimizer that suits a choice of `model`: Muon handles only the matrices of a GPT of ours."""
-    return "adamw" if model == "huggingface" else "muon"

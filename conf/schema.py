@@ -5,6 +5,7 @@ YAML keys, dataclass fields and the README use the same words. Nothing below `tr
 
 import json
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 
 from conf.keys import is_folder_name
 from data import DataConfig, check_tokenizer
@@ -58,8 +59,8 @@ class Settings:
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)
             if self.resume:  # a resumed run keeps its batch_tokens
-                dividing = (length for length in range(1, tokens + 1) if tokens % length == 0)
-                nearest = f"data.seq_len={min(dividing, key=lambda length: abs(length - seq_len))}"
+                by_distance = chain.from_iterable((seq_len - gap, seq_len + gap) for gap in range(seq_len))
+                nearest = f"data.seq_len={next(length for length in by_distance if tokens % length == 0)}"
             raise ValueError(f"train.batch_tokens={tokens} is not a multiple of data.seq_len={seq_len}; use {nearest}")
         ALONE.local_sequences(tokens // seq_len, self.train.micro_batch, seq_len)  # before anything else is done
 

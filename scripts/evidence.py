@@ -33,7 +33,7 @@ from conf.program import program
 from scripts.bench.report import installed_gpus
 from scripts.evidence_tables import headline, inserted, page
 from scripts.variants import MUTANTS
-from training.log import ROOT, git_commit
+from training.provenance import ROOT, git_commit
 from training.stop import unless_ignored
 
 FAILED = 1  # exit code

@@ -120,7 +120,7 @@ def pytest_terminal_summary(terminalreporter):
 def runs_leave_out_what_takes_longer_than_they_do():
     """Pictures, which tests/test_curves.py draws, asking git for the same commit, and full garbage collections where
     they free no GPU's memory."""
-    from training.log import git_commit
+    from training.provenance import git_commit
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.curves.draw_run", lambda run, path: None)

@@ -22,7 +22,7 @@ from scripts.bench.clock import measure
 from scripts.evidence_tables import page
 from scripts.selftest import gradients
 from training.hardware import set_up
-from training.log import ROOT
+from training.provenance import ROOT
 
 pytestmark = pytest.mark.usefixtures("smoke_test")
 CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda", index=0)

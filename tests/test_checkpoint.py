@@ -130,6 +130,8 @@ def test_a_branch_that_was_left_is_not_the_newest(tmp_path, monkeypatch):
         patch.setattr(checkpoints, "flush", lambda path: flushed.append(path.name))
         checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000002"))
         assert flushed == [checkpoints.WENT_BACK, tmp_path.name]
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000008"]
     for _ in range(2):  # killed before it saved, and again
         newest = checkpoints.newest_complete(tmp_path)
         assert newest.step == 2

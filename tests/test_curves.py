@@ -23,7 +23,7 @@ from training import comparison, curves
 from training.comparison import as_typed, compare, labels, loss_at, runs_below, show_sweep, state
 from training.curves import LossPicture, draw_run, read_run
 from training.lock import locked
-from training.log import ROOT
+from training.provenance import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -383,6 +383,12 @@ def test_a_sweep_ends_with_its_table(tmp_path, monkeypatch, capsys, drawn):
     assert [(row["run"], row["state"]) for row in rows] == [("optim.lr=1e-3", "finished"), ("optim.lr=3e-4", "killed")]
     assert [row["steps"] for row in rows] == [2, 2]
     assert f"left out: {sweep / '2'} has no line of metrics yet" in again.out
+
+
+def test_a_sweep_without_room_for_its_picture_says_so(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs" / "s" / "1" / "compare.png").mkdir(parents=True)
+    done, _ = swept(tmp_path, monkeypatch, capsys, "optim.lr=1e-3,3e-4", "train.steps=1", "hydra.sweep.dir=runs/s/1")
+    assert "not compared: out=runs/s/1/compare.png cannot be written (Is a directory); name another" in done.out
 
 
 def test_a_sweep_of_experiments_is_in_one_folder(tmp_path, monkeypatch, capsys):

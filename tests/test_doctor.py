@@ -30,7 +30,7 @@ from train import train
 from training.checkpoint import open_checkpoint
 from training.hardware import Hardware
 from training.lock import locked
-from training.log import ROOT
+from training.provenance import ROOT
 from training.run import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ from scripts import evidence
 from scripts.bench.report import Report, table
 from scripts.evidence_tables import PAGE, headline, inserted, page
 from tests.runs import settings_of
-from training.log import ROOT
+from training.provenance import ROOT
 
 TEXTS = {"books": "books.txt", "wikitext": "null", "shakespeare": "input.txt"}
 
@@ -158,7 +158,7 @@ def test_a_whole_name_asks_for_no_other_that_begins_with_it():
 
 
 def test_the_command_of_a_figure_can_be_typed(monkeypatch):
-    from training.log import command
+    from training.provenance import command
 
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "parity.py"), "train.steps=2", "hydra.run.dir=/tmp/x"])
     assert command() == "python -m scripts.parity train.steps=2"

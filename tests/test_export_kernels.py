@@ -9,7 +9,7 @@ import pytest
 from scripts import export_kernels
 from tests.runs import told
 from tests.test_checkpoint import size_limit
-from training.log import ROOT
+from training.provenance import ROOT
 
 USE = """
 import importlib.util, sys, torch

@@ -31,6 +31,17 @@ with locked(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.parametrize("name", ["lock", "checkpoints/step_001000"])
+def test_files_of_something_else_are_refused_and_stay(tmp_path, name):
+    """A new run deleted them."""
+    theirs = tmp_path / "run" / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("theirs")
+    with pytest.raises(ValueError, match=r"lock is no lock of a run|has a checkpoints/step_001000, which"):
+        train(small_run(tmp_path, "train.steps=1"), tmp_path / "run")
+    assert theirs.read_text() == "theirs"
+
+
 def test_a_second_process_is_refused_and_kill_9_frees_the_folder(tmp_path, monkeypatch, capsys):
     """With resume=auto, as a requeued job comes while the first still runs. tests/crash.py kills whole runs."""
     story = ("train.log_every=1", "resume=auto")

@@ -370,7 +370,7 @@ def test_micro_batches_are_summed_as_a_binary_tree(count):
     if count >= 4:
         assert not torch.equal(gradients_of(terms), sum(terms)), "the order must show, or this has shown nothing"
     if count >= 2:  # as the parts that processes sum are
-        tree_sum([x.clone() for x in terms], out=(found := torch.empty(1000)))
+        found = tree_sum([x.clone() for x in terms])
         assert torch.equal(found, expected)
 
 
@@ -603,11 +603,6 @@ def test_running_out_of_memory_is_nobody_else_s_end():
     world.watchdog = None
     with pytest.raises(RuntimeError, match=r"^the network is gone$"), world.communicating():
         raise RuntimeError("the network is gone")
-
-
-def test_processes_cannot_share_a_device_that_has_no_collectives():
-    with pytest.raises(ValueError, match=r"2 processes cannot share hardware.device=mps; start one"):
-        several(2).flat_mesh(torch.device("mps"))
 
 
 @pytest.mark.parametrize("what", ["text", "checkpoint"])

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 import shutil
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from training import resume, speed
 from training.checkpoint import open_checkpoint
 from training.comparison import state
 from training.curves import curve, read_run
-from training.resume import best_loss_before, refuse_another_text
+from training.resume import held_out, refuse_another_text
 from training.saver import Saver
 from training.step import Step
 
@@ -359,9 +358,8 @@ def test_a_best_loss_of_other_windows_does_not_count(key):
         groups.get(group, {})[name] = value
         return {"settings": groups, "data_fingerprint": value if key == "fingerprint" else 1}
 
-    checkpoint, state = SimpleNamespace(meta=run(1)), {"best_loss": 0.5}
-    assert best_loss_before(state, checkpoint, run(1)) == 0.5
-    assert best_loss_before(state, checkpoint, run(2)) == math.inf
+    assert held_out(run(1)) == held_out(run(1))
+    assert held_out(run(1)) != held_out(run(2))
 
 
 def test_a_run_that_went_back_and_was_killed_goes_back_again(tmp_path):
@@ -391,6 +389,13 @@ def test_a_finished_run_keeps_the_description_of_what_trained_it(tmp_path):
     train(small_run(tmp_path, "train.steps=2", "optim.lr=1e-3"), run_dir)
     described = (run_dir / "config.yaml").read_text()
     train(small_run(tmp_path, f"resume={run_dir}", "train.steps=2", "optim.lr=5e-4"), run_dir)
+    assert (run_dir / "config.yaml").read_text() == described
+
+    def killed(step: Step) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run(tmp_path, f"resume={run_dir}", "train.steps=3", "optim.lr=1"), run_dir, on_step=killed)
     assert (run_dir / "config.yaml").read_text() == described
     train(small_run(tmp_path, f"resume={run_dir}", "train.steps=3", "optim.lr=5e-4"), run_dir)
     assert (run_dir / "config.yaml").read_text() != described
@@ -524,6 +529,15 @@ def test_going_back_takes_best_along(copied, step):
     assert back_to(copied, step)["val_loss"] > loss
     assert best(copied) == (4, loss)
     assert contents(open_checkpoint(copied / "checkpoints" / "best")) == before
+
+
+def test_a_last_step_that_was_moved_and_linked_has_the_runs_best(copied, tmp_path):
+    """It was taken for another run's, and the best was deleted."""
+    last, loss = (copied / "checkpoints" / "last").resolve(), losses(copied)[12]
+    shutil.move(last, tmp_path / "archive")
+    last.symlink_to(tmp_path / "archive")
+    back_to(copied, None, f"resume={copied}", "train.keep_last=1", "train.steps=16")
+    assert best(copied) == (12, loss)
 
 
 def test_where_the_best_of_a_branch_is_gone_the_next_one_counts(copied):

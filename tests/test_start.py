@@ -15,7 +15,7 @@ from conf.schema import HardwareConfig
 from kernels import why_not
 from scripts.bench.report import installed_gpus, refuse_without_gpu
 from tests.test_text import Echo
-from training.log import ROOT
+from training.provenance import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -92,6 +92,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, caps
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["stopped"], summary["steps"]) == (name, 3)
     assert "unigram_val_loss" not in summary, "it reads all of the text, and a stop has little time"
+    assert "val_loss" not in summary, "that of step 2 is not of these weights"
     out = capsys.readouterr().out
     assert f"stopped by {name}; to go on:\n" in out
     assert f"{shlex.quote(program.__file__)} resume={run_dir.relative_to(tmp_path)}\n" in out

@@ -22,7 +22,7 @@ from train import train
 from training import evaluate
 from training.evaluate import whole_words
 from training.hardware import HardwareConfig, set_up
-from training.log import ROOT
+from training.provenance import ROOT
 
 
 @dataclass

@@ -25,6 +25,7 @@ from torch import nn
 from model import GPT, GPTConfig, resolve_attention
 from tests.runs import settings, small_run
 from training import log as run_log
+from training import provenance
 from training.hardware import HardwareConfig, set_up
 from training.log import RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
@@ -551,7 +552,7 @@ def test_a_file_of_a_run_is_on_disk_before_its_name_is(tmp_path, monkeypatch):
 
 
 def test_the_commit_says_whether_the_code_is_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_log, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")  # which may ask for signatures
     monkeypatch.delenv("GIT_COMMIT", raising=False)
 
@@ -561,16 +562,16 @@ def test_the_commit_says_whether_the_code_is_its_own(tmp_path, monkeypatch):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
-    assert run_log.git_commit() is None
+    assert provenance.git_commit() is None
     (tmp_path / "train.py").write_text("1")
     git("add", ".")
     git("commit", "-q", "-m", "first")
     (tmp_path / "notes.txt").write_text("untracked")
-    assert run_log.git_commit() == git("rev-parse", "HEAD")
+    assert provenance.git_commit() == git("rev-parse", "HEAD")
     (tmp_path / "train.py").write_text("2")
-    assert run_log.git_commit() == git("rev-parse", "HEAD") + "+changes"
+    assert provenance.git_commit() == git("rev-parse", "HEAD") + "+changes"
     monkeypatch.setenv("GIT_COMMIT", "c0ffee")
-    assert run_log.git_commit() == "c0ffee"
+    assert provenance.git_commit() == "c0ffee"
 
 
 def test_a_run_that_is_killed_while_it_is_described_has_the_mark_of_one(tmp_path, monkeypatch):

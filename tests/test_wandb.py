@@ -16,7 +16,7 @@ import pytest
 from tests.runs import small_run
 from tests.wandb_stub import WandbStub
 from train import train
-from training.log import ROOT
+from training.provenance import ROOT
 from training.stop import shell_command
 from training.wandb_run import LoggerConfig, _can_write_below_home, _earlier_lives, send, start_wandb, wandb_mode
 

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from data.shards import file_sha256, flush
+from data.shards import flush
 from training.checkpoint_files import fingerprint, read_json, use_its_commit, write_json, write_state, write_weights
 from training.shard import local_shard, shard_of
 
@@ -61,11 +61,6 @@ class Checkpoint:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.meta["step"]
-
-    @property
-    def manifest_sha256(self) -> str:
-        """SHA-256 of the manifest, which has the checksums of all other files."""
-        return file_sha256(self.path / MANIFEST)
 
     def load_weights(self, model: nn.Module) -> None:
         """Copy the weights into `model`, on its device; ValueError names a tensor that does not fit."""
@@ -162,9 +157,9 @@ def prepare(folder: Path) -> None:
 
 def write(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], *, best: bool) -> Path:
     """`write_step`, then point `last` (and `best`) at it. Its meta also gets "best_save", the best save's number."""
-    own, before = _last_save(folder) + 1, (folder / "best").resolve()
-    best = best or before.name == f"step_{meta['step']:06d}"  # the same step again
-    numbers = {"save": own, "best_save": own if best else _save_number(before)}
+    own = _last_save(folder) + 1
+    best = best or _named_by(folder / "best") == f"step_{meta['step']:06d}"  # the same step again
+    numbers = {"save": own, "best_save": own if best else _save_number(folder / "best")}
     written = write_step(folder, weights, state, numbers | meta)
     for link in LINKS if best else LINKS[:1]:
         _hidden_link(folder / link, written).replace(folder / link)
@@ -228,8 +223,8 @@ def go_back(folder: Path, checkpoint: Checkpoint) -> None:
 
 def best_of(checkpoint: Checkpoint) -> Path | None:
     """The best checkpoint beside this one when this one was saved; None where it is gone."""
-    beside, number = _by_age(checkpoint.path.parent), checkpoint.meta.get("best_save")
-    return next((path for path in beside if _age(path)[0] == number), None)
+    beside, number = _newest_first(checkpoint.path.parent), checkpoint.meta.get("best_save")
+    return next((path for path in beside if _save_number(path) == number), None)
 
 
 def _left_behind(folder: Path) -> tuple[int, int]:
@@ -243,9 +238,9 @@ def _left_behind(folder: Path) -> tuple[int, int]:
 
 def prune(folder: Path, *, keep_last: int, keep_every: int) -> None:
     """Delete all but the newest `keep_last`, the best, and steps that are multiples of `keep_every` (0: none)."""
-    newest_first = _by_age(folder)
+    newest_first = _newest_first(folder)
     kept = {path.name for path in newest_first[:keep_last]}
-    kept |= {(folder / name).resolve().name for name in LINKS}
+    kept |= {_named_by(folder / name) for name in LINKS}
     for path in newest_first:
         if path.name not in kept and not (keep_every and _step(path) % keep_every == 0):
             _remove(path)
@@ -268,7 +263,10 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
         return newest
     if found := sorted(path.glob("*/checkpoints")) or sorted(path.glob("*/*/checkpoints")):
         raise ValueError(f"{path} is a folder of runs; give one of them, such as {found[-1].parent}")
-    folder = path.resolve()  # `last` of a run under way may point to another one meanwhile
+    if path.name in LINKS:  # of a run under way it may point to another one meanwhile
+        path = path.parent / (_named_by(path) or path.name)
+    path = Path(os.path.abspath(path))
+    folder = path.parent.resolve() / path.name  # a step that was moved and linked is still its run's
     for file in (*FILES, MANIFEST):
         if not (folder / file).is_file():
             is_part = (path.parent / "checkpoints").is_dir()
@@ -304,8 +302,7 @@ def newest_complete(
     `report` is called for each damaged one that is passed over. Those after `last_step` do not count; those of a
     branch that the run has left count only if there is no other.
     """
-    to, since = _left_behind(folder)
-    for path in sorted(_by_age(folder), key=lambda path: to < _age(path)[0] <= since):
+    for path in _newest_first(folder):
         if last_step is not None and _step(path) > last_step:
             continue
         try:
@@ -318,20 +315,17 @@ def newest_complete(
     return None
 
 
-def _by_age(folder: Path) -> list[Path]:
-    """Visible checkpoints, the last save first; an unreadable one counts as newest, so that it is reported."""
+def _newest_first(folder: Path) -> list[Path]:
+    """Visible checkpoints, the last save first, those of a branch that the run has left at the end; an unreadable one
+    counts as newest, so that it is reported."""
     found = [path for path in folder.glob("step_*") if VISIBLE.fullmatch(path.name) and path.is_dir()]
     # left by a kill while a step was saved again: `prepare`, which runs later, restores its name
     for path in folder.glob(".step_*.replaced.*"):
         if (named := LEFTOVER.fullmatch(path.name)) and path.is_dir() and not os.path.lexists(folder / named[1]):
             found.append(path)
-    return sorted(found, key=_age, reverse=True)
-
-
-def _age(path: Path) -> tuple[float, int]:
-    """Sort key of a checkpoint: its save number, then its step."""
-    save = _save_number(path)
-    return math.inf if save is None else save, _step(path)
+    to, since = _left_behind(folder)
+    saves = {path: math.inf if (save := _save_number(path)) is None else save for path in found}
+    return sorted(found, key=lambda path: (not to < saves[path] <= since, saves[path], _step(path)), reverse=True)
 
 
 def _save_number(path: Path) -> int | None:
@@ -345,7 +339,12 @@ def _save_number(path: Path) -> int | None:
 
 def _last_save(folder: Path) -> int:
     """The highest save number in `folder`; 0 if there is none."""
-    return max((save for save, _ in map(_age, _by_age(folder)) if save != math.inf), default=0)
+    return max(filter(None, map(_save_number, _newest_first(folder))), default=0)
+
+
+def _named_by(link: Path) -> str:
+    """The name of the checkpoint that `link` points to, which may be a link itself; empty if there is no link."""
+    return os.readlink(link) if link.is_symlink() else ""
 
 
 def _step(path: Path) -> int:

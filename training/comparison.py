@@ -189,9 +189,12 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
 
 
 def show_sweep(folders: list[Path]) -> None:
-    """At a sweep's end, print the table of its runs and where their picture is."""
+    """At a sweep's end, print the table of its runs and where their picture is, or why there is none."""
     if runs := list(filter(_has_a_line, folders)):
-        compare(runs, runs[0].parent / "compare.png")
+        try:
+            compare(runs, runs[0].parent / "compare.png")
+        except ValueError as error:  # the runs are complete all the same
+            print(f"not compared: {error} (python -m scripts.compare {runs[0].parent} out=FILE)")
 
 
 def _row(run: dict[str, Any], name: str, places: dict[str, float]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NAME = "lock"
+HOLDER = b"process "  # how its one line begins
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 TRIES = 10  # attempts to take the lock, a hundredth of a second apart
@@ -41,6 +42,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
     Raises:
         InUse: another process holds it; one line with its id.
+        ValueError: the folder has a file `lock` of something else.
     """
     existed = run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -101,6 +103,9 @@ def _take(path: Path) -> int:
         except FileNotFoundError:
             current = False
         if current:
+            if not HOLDER.startswith(os.pread(descriptor, len(HOLDER), 0)):  # kill -9 may leave a part of a line
+                os.close(descriptor)
+                raise ValueError(f"{path} is no lock of a run; give another hydra.run.dir, or move it away")
             os.ftruncate(descriptor, 0)
             job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode(), 0)

@@ -1,25 +1,19 @@
 """What a run records: `metrics.jsonl` and `loss.png` always, console lines, Weights & Biases if it is enabled.
 
 Logging watches the run and never changes it: it draws no random number, and a failing wandb is reported once and
-switched off. Every figure of this project carries its `provenance`: commit, versions, machine, command.
+switched off.
 """
 
 import json
 import math
 import os
-import platform
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import metadata
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -32,12 +26,6 @@ from training.curves import LossPicture
 from training.saver import EXIT_UNSAVED
 from training.stop import StopRequest, resume_command
 from training.wandb_run import brief, named, send, start_wandb
-
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    *("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb"),
-    *("transformers", "flash-attn-4"),
-)
 
 # what a console line shows of a record, in this order
 TRAINING_FORMS = {
@@ -82,7 +70,7 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False, markup=False, emoji=False)  # [key] and :key: in a sample are text
-        own = checkpoint is not None and checkpoint.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
+        own = checkpoint is not None and checkpoint.path.parent == (run_dir / "checkpoints").resolve()
         expected = checkpoint.meta["metric_lines"] if own else None  # another run's counts the lines of another file
         # if it is not the same run, the folder's files are the user's own, or another run's
         unsaved = checkpoint is None or forked_from(run_dir) == description["settings"]["resume"]
@@ -90,7 +78,8 @@ class RunLog:
         self._file = MetricsFile(
             run_dir / "metrics.jsonl", first_step, resume=same_run, say=self.say, expected=expected
         )
-        for name in () if same_run else REPLACED:
+        others = [f"checkpoints/{path.name}" for path in sorted(run_dir.glob("checkpoints/step_*"))]
+        for name in () if same_run else (*REPLACED, *others):
             if os.path.lexists(run_dir / name):
                 raise ValueError(
                     f"run folder {run_dir} has a {name}, which a new run would replace; give another hydra.run.dir, or "
@@ -127,7 +116,7 @@ class RunLog:
 
     def describe(self, manifest: Mapping[str, Any], protocol: Mapping[str, int]) -> None:
         """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data by its `manifest`,
-        evaluation by its `protocol`). If no step is left to run, the earlier settings stay."""
+        evaluation by its `protocol`). Those of the lines before stay until there is a new line."""
         known = {key: self._description[key] for key in ("provenance", "left_open")}
         known |= {"data": manifest, "evaluation": protocol}
         contents = {  # in this order: run.json alone marks a run that was killed here
@@ -135,7 +124,9 @@ class RunLog:
             "config.yaml": yaml.safe_dump(self._description["settings"], sort_keys=False),
         }
         for name, content in contents.items():  # a run that was killed before its first checkpoint resumes from them
-            if self._first_step < self._steps or name == "run.json" or not (self.run_dir / name).exists():
+            if self._file.last and (self.run_dir / name).exists():
+                self._file.described[name] = content
+            else:
                 _write_whole(self.run_dir / name, content)
 
     def advance(self, step: int) -> None:
@@ -244,6 +235,7 @@ class MetricsFile:
             )
         self.path, self._say = path, say
         self._waiting: list[str] = []
+        self.described: dict[str, str] = {}  # files beside it that are written with the first new line
         self._failed = False
         found = _lines(path) if path.exists() else []
         self.last = max((step for step, _ in found), default=0)
@@ -300,6 +292,8 @@ class MetricsFile:
         """Return the file, cut to the lines that are kept and open for appending."""
         with suppress(OSError):  # the previous process's, which ended at another step; no reason to lose these lines
             self.path.with_name("summary.json").unlink()
+        for name, content in self.described.items() if self._waiting else ():
+            _write_whole(self.path.with_name(name), content)
         if self.path.exists():
             _write_whole(self.path, "".join(line + "\n" for line in self._kept))
         file = self.path.open("ab", buffering=0)
@@ -335,23 +329,6 @@ def _progress_bar(console: Console, first_step: int, steps: int) -> Progress:
     return bar
 
 
-# --- where a run came from
-
-
-def provenance() -> dict[str, Any]:
-    """Commit, command, versions and machine of this process."""
-    return {
-        "commit": git_commit(),
-        "command": command(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
-        "platform": platform.platform(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "cuda": torch.version.cuda,
-        "cpu_threads": torch.get_num_threads(),
-    }
-
-
 def _write_whole(path: Path, content: str) -> None:
     """Write a file whole or not at all: a run with half a file could not be compared or exported."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -361,40 +338,3 @@ def _write_whole(path: Path, content: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def command() -> str:
-    """The command line, quoted for a shell, without hydra.run.dir."""
-    program = Path(sys.argv[0]).resolve()
-    if program.is_relative_to(ROOT) and program.parent != ROOT:
-        typed = f"python -m {'.'.join(program.relative_to(ROOT).with_suffix('').parts)}"
-    else:
-        typed = f"python {program.name}"
-    return " ".join([typed, *(shlex.quote(a) for a in sys.argv[1:] if not a.startswith("hydra.run.dir="))])
-
-
-def git_commit() -> str | None:
-    """The commit of this checkout, '+changes' appended where tracked files differ; None outside a checkout.
-
-    The environment variable GIT_COMMIT stands in for it where the code was copied without its history.
-    """
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, errors="replace", check=True
-        ).stdout.strip()
-
-    if "GIT_COMMIT" in os.environ:
-        return os.environ["GIT_COMMIT"]
-    try:
-        commit = git("rev-parse", "HEAD")
-        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

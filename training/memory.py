@@ -86,10 +86,6 @@ class Plan:
         return HEAP if self.on_cpu else MARGIN
 
     @property
-    def where(self) -> str:
-        return f"{self.hardware.device}{', limits of control groups included' if self.on_cpu else ''}"
-
-    @property
     def larger(self) -> str:
         return "more memory" if self.on_cpu else "a larger GPU"
 
@@ -142,11 +138,13 @@ class Plan:
         """The plan itself, or with `auto` one whose micro_batch fits; DoesNotFit where there is none."""
         if self.free is None:
             return self
+        free = f"{self.free / GIB:.2f} GiB are free on {self.hardware.device}"
+        free += ", limits of control groups included" if self.on_cpu else ""
         if (least := self.least) > self.free:  # checked first: tracking a step of so large a model takes minutes
             raise DoesNotFit(
                 f"weights, gradients and moments of model.num_layers={self.model.num_layers} and "
-                f"model.n_embd={self.model.n_embd} need {least / GIB:.2f} GiB and {self.free / GIB:.2f} GiB are "
-                f"free on {self.where}; use a smaller model or {self.larger}"
+                f"model.n_embd={self.model.n_embd} need {least / GIB:.2f} GiB and {free}; "
+                f"use a smaller model or {self.larger}"
             )
         limit = self.free / self.margin
         if auto and (fitting := self.largest_fitting(limit)):
@@ -157,7 +155,7 @@ class Plan:
         smallest = replace(self, micro_batch=1) if auto else self
         raise DoesNotFit(
             f"train.micro_batch={'auto' if auto else self.micro_batch} needs {smallest.peak / GIB:.2f} GiB "
-            f"{'with a single sequence ' if auto else ''}and {self.free / GIB:.2f} GiB are free on {self.where}; "
+            f"{'with a single sequence ' if auto else ''}and {free}; "
             f"{smallest.advice(limit)}"
         )
 
@@ -208,7 +206,8 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, s
     if free and hardware.device.type == "cpu":
         free //= world.hosts.count(world.hosts[world.rank])  # the processes that share this host's memory
     shape = vocab_size, seq_len, sequences, micro_batch
-    forecast = Plan(model, settings.optim, hardware, *shape, features, free)
+    optim, _ = settings.optim.resolved(hardware.device)
+    forecast = Plan(model, optim, hardware, *shape, features, free)
     return forecast.checked(auto=asked == "auto")
 
 

@@ -218,9 +218,7 @@ class World:
     def _group_for(self, device: torch.device) -> Any:
         """The process group, created at its first use, when the device is known."""
         if self._group is None:
-            backend = {"cpu": "gloo", "cuda": "nccl"}.get(device.type)
-            if backend is None:
-                raise ValueError(f"{self.size} processes cannot share hardware.device={device.type}; start one")
+            backend = {"cpu": "gloo", "cuda": "nccl"}[device.type]
             store = dist.PrefixStore("group", self._store)
             own = device if device.type == "cuda" else None
             # only the watchdog names a process that hangs, except in what it does not count: exchanges inside a step

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from kernels.parts import PART_OF_KERNEL
 from training.hardware import Hardware
-from training.log import provenance
+from training.provenance import provenance
 
 SKIPPED_STEPS = 3  # compilation and the first allocations
 WARMUP_STEPS = 1  # with the profiler on, not kept: its own start is slow

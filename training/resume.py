@@ -36,7 +36,6 @@ OF_THE_EVALUATION = ("data.seq_len", "data.document_mask", "train.eval_windows")
 
 # what resuming needs from a checkpoint. The position in the data and in the schedule is a function of the step
 NEEDED_META = {
-    "step": int,
     "seconds": (int, float),
     "metric_lines": int,
     "settings": {"model": {}, "data": {}, "optim": {}, "train": {"batch_tokens": int, "steps": int}},
@@ -235,8 +234,8 @@ def restore(
     run_dir: Path,
 ) -> tuple[dict[str, Any], float]:
     """Load `checkpoint` into model, optimizer and random streams. Return its whole state and the best validation loss
-    that counts in the run of this `description` (`best_loss_before`), inf where `run_dir` does not have the weights of
-    that loss; for a new run, without a checkpoint, ({}, inf).
+    that counts in the run of this `description`: inf where it was measured on another text or other windows, or
+    `run_dir` does not have its weights; for a new run, without a checkpoint, ({}, inf).
 
     ValueError names what the checkpoint lacks, or what does not fit.
     """
@@ -246,7 +245,9 @@ def restore(
     state = checkpoint.load_state()
     checkpoint.require(NEEDED_STATE, state, STATE)
     try:
-        _refuse_other_losses(state["number_check"]["losses"])
+        losses = state["number_check"]["losses"]
+        if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
+            raise ValueError(f"number_check.losses is not a list of at most {SPIKE_WINDOW} numbers")
         optimizer.load_state_dict(state)
         restore_random_states(state["random"], device)
     except torch.OutOfMemoryError:
@@ -254,9 +255,9 @@ def restore(
     except (ValueError, TypeError, LookupError, RuntimeError) as error:  # as PyTorch, NumPy and Python raise it
         raise ValueError(f"checkpoint {checkpoint.path}: {STATE} does not fit ({error}); use another") from error
     own = checkpoint.path.parent == (run_dir / "checkpoints").resolve()
-    if own and ("best_save" not in checkpoint.meta or best_of(checkpoint)):
-        return state, best_loss_before(state, checkpoint, description)
-    return state, math.inf
+    kept = own and ("best_save" not in checkpoint.meta or best_of(checkpoint))
+    counts = kept and held_out(checkpoint.meta) == held_out(description)
+    return state, state["best_loss"] if counts else math.inf
 
 
 def _order(settings: Mapping[str, Any]) -> tuple:
@@ -274,17 +275,6 @@ def _lr_factor(settings: Mapping[str, Any], step: int) -> float | None:
     except (TypeError, ValueError):
         return None
     return lr_factor(min(step, steps - 1), steps, config)
-
-
-def _refuse_other_losses(losses: list[Any]) -> None:
-    """Raise ValueError if these cannot be `NumberCheck`'s window of losses."""
-    if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
-        raise ValueError(f"number_check.losses is not a list of at most {SPIKE_WINDOW} numbers")
-
-
-def best_loss_before(state: Mapping[str, Any], checkpoint: Checkpoint, description: Mapping[str, Any]) -> float:
-    """The best validation loss of the run so far; inf where it was measured on another text or other windows."""
-    return state["best_loss"] if held_out(checkpoint.meta) == held_out(description) else math.inf
 
 
 def held_out(description: Mapping[str, Any]) -> list:

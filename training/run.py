@@ -12,10 +12,11 @@ from typing import Any
 from torch import nn
 
 from data import Dataset, open_dataset, tokenizer_state
+from data.shards import file_sha256
 from model import GPT, GPTConfig, build_model, resolve_model
 from training import memory, resume
 from training.bad_steps import POLICIES
-from training.checkpoint import Checkpoint, open_checkpoint
+from training.checkpoint import MANIFEST, Checkpoint, open_checkpoint
 from training.comparison import flat
 from training.context import resolve_method
 from training.evaluate import prompt_of
@@ -53,7 +54,7 @@ class TrainConfig:
         for key in ("steps", "batch_tokens", "log_every", "eval_windows", "keep_last"):
             if getattr(self, key) < 1:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 1")
-        for key, most in (("batch_tokens", 2**32), ("sample_tokens", 2**20)):
+        for key, most in (("steps", 2**63 - 1), ("batch_tokens", 2**32), ("sample_tokens", 2**20)):
             if getattr(self, key) > most:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at most {most}")
         for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "keep_every", "seed", "data_seed"):
@@ -123,11 +124,6 @@ class Run:
     def first_step(self) -> int:
         """Steps done before this start: the resumed checkpoint's, or 0."""
         return self.resumed.step if self.resumed else 0
-
-    @property
-    def seconds_before(self) -> float:
-        """Seconds that the run took up to that step, in earlier processes."""
-        return self.resumed.meta["seconds"] if self.resumed else 0.0
 
     def build_model(self) -> nn.Module:
         """The network, with initial weights from PyTorch's random stream."""
@@ -245,8 +241,8 @@ def resolve(
         world.broadcast({"micro_batch": plan.micro_batch, "resume": resumed_path})
     if text:
         checkpoint = text["resumed"] or text["initial"]
-        sums = {"text": text["dataset"].fingerprint, "checkpoint": checkpoint.manifest_sha256 if checkpoint else ""}
-        _refuse_files_that_differ(world, sums)
+        manifest = file_sha256(checkpoint.path / MANIFEST) if checkpoint else ""
+        _refuse_files_that_differ(world, {"text": text["dataset"].fingerprint, "checkpoint": manifest})
     chosen = replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch))
     context = None
     if world.context > 1:

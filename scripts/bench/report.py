@@ -28,7 +28,7 @@ from conf.mistakes import fail
 from kernels.device import HAS_TRITON, interpreting
 from training.curves import picture
 from training.hardware import Hardware, HardwareConfig, set_up
-from training.log import provenance
+from training.provenance import provenance
 
 Row = dict[str, Any]
 Columns = dict[str, str]  # heading -> what a row has there, as a format string over the row's keys

@@ -33,8 +33,8 @@ from model.recompute import MODES
 from scripts.bench.report import origin_line
 from training import stepper
 from training.hardware import set_up
-from training.log import provenance
 from training.profile import STEPS_NEEDED
+from training.provenance import provenance
 from training.random_states import random_states
 from training.step import Step
 

@@ -34,7 +34,7 @@ from conf.program import program
 from conf.schema import Settings
 from train import train
 from training.hardware import set_up
-from training.log import provenance
+from training.provenance import provenance
 from training.step import Step
 from training.watchdog import wait_for_saves
 
