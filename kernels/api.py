@@ -133,5 +133,4 @@ def flash_attention_varlen(
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    cu_seqlens, max_seqlen = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return call_packed(flash_attention, (q, k, v), cu_seqlens, max_seqlen, **options)
+    return call_packed(flash_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)

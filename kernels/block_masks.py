@@ -343,5 +343,5 @@ def _with_values(device: torch.device | str) -> torch.device:
         if isinstance(empty := torch.empty(0, device=device), FakeTensor):
             raise ValueError("a mask is made from values, which FakeTensorMode has not; make it before")
         if empty.device.type != "meta":
-            return torch.device(device)
+            return empty.device  # with its index: what is cached for it stays on one GPU
     raise ValueError(f"device={device} is not there or keeps no values; give device='cpu'")

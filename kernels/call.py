@@ -208,7 +208,7 @@ def canonical_window(causal: bool, window: tuple[int, int]) -> tuple[bool, int, 
         raise ValueError(f"window is {window!r}; expected two integers (left, right), -1 for no bound")
     if type(causal) is not bool and (isinstance(causal, Tensor) or causal not in (True, False)):
         raise ValueError(f"causal is {causal!r}; it must be True or False")
-    left, right = _integer("window's left bound", window[0]), _integer("window's right bound", window[1])
+    left, right = integer("window's left bound", window[0]), integer("window's right bound", window[1])
     for name, bound in (("left", left), ("right", right)):
         if bound < -1:
             raise ValueError(f"window has {name} bound {bound}; it must be at least 0, or -1 for no bound")
@@ -219,7 +219,7 @@ def canonical_window(causal: bool, window: tuple[int, int]) -> tuple[bool, int, 
     return False, left, right
 
 
-def _integer(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
     if isinstance(value, bool):
         raise ValueError(f"{name} is {value}; it must be an integer")
     if isinstance(value, int | torch.SymInt):
@@ -364,7 +364,7 @@ def _check_dropout(p: float, seed: int | Tensor | None, device: torch.device) ->
         if seed.device != device:
             raise ValueError(f"dropout_seed is on {seed.device} but q is on {device}; move them to one device")
         return float(p), seed.reshape(())
-    seed = _integer("dropout_seed", seed)
+    seed = integer("dropout_seed", seed)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed is {seed}; it must be from -2^63 to 2^63 - 1")
     return float(p), torch.full((), seed, dtype=torch.int64, device=device)
@@ -394,7 +394,7 @@ def _check_packing(q: Tensor, k: Tensor, cu_seqlens, max_seqlen) -> tuple[Tensor
         )
     lengths = []
     for name, bound, tokens in zip(("max_seqlen_q", "max_seqlen_k"), bounds, (q.shape[2], k.shape[2]), strict=True):
-        lengths.append(tokens if bound is None else _integer(name, bound))
+        lengths.append(tokens if bound is None else integer(name, bound))
         if lengths[-1] < 0:
             raise ValueError(f"{name} is {bound}; it must be at least 0, and the longest document's length")
     return cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *lengths

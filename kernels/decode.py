@@ -11,11 +11,11 @@ from torch import Tensor
 from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
 from .device import OPERATORS, interpreting
 from .flops import register_flop_formulas
-from .fused.write_kvcache import EIGHT_BITS, read_kvcache, write_kvcache
+from .fused.write_kvcache import EIGHT_BITS, check_scale, read_kvcache, write_kvcache
 from .launch import Plan, plan_of, tokens_first, with_positive_scale
 from .ops import mark_written, needs_dispatcher
 from .reference import naive_attention
-from .support import has_forward_mode, refuse_forward_mode, refuse_torch_func, why_not_hopper_kvcache, why_not_kvcache
+from .support import has_forward_mode, refuse_forward_mode, refuse_torch_func, takes_hopper_kvcache, why_not_kvcache
 
 MAX_QUERIES = 16  # per row; more tokens are a prompt, which `flash_attention` reads
 SMALLEST_PAGE = 16
@@ -146,7 +146,8 @@ def may_skip_checks(call: Call) -> bool:
         return False
     if call.q is None or call.k_cache is None or call.v_cache is None:
         return False
-    return not torch.is_autocast_enabled(call.q.device.type)
+    kind = call.q.device.type
+    return kind != "meta" and not torch.is_autocast_enabled(kind)  # no autocast on meta
 
 
 def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
@@ -282,14 +283,8 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | 
         raise ValueError(
             f"k_cache has strides {k_cache.stride()}; the last one must be 1: a copy could not be appended to"
         )
-    allowed = (tuple(k_cache.shape[1:2]), tuple(k_cache.shape[:3]))
-    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if k_cache.dtype not in EIGHT_BITS:
-            if x is not None:
-                raise ValueError(f"{name} is given but the cache is in {k_cache.dtype}; scales are for 8 bits")
-        elif x is None or x.dtype != torch.float32 or tuple(x.shape) not in allowed:
-            told = None if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise ValueError(f"{name} is {told}; a cache in 8 bits needs torch.float32 {allowed[0]} or {allowed[1]}")
+    check_scale("k_scale", k_cache, k_scale)
+    check_scale("v_scale", k_cache, v_scale)
     if k_scale is not None and (k_scale.shape != v_scale.shape or k_scale.stride() != v_scale.stride()):
         raise ValueError("v_scale has another shape or other strides than k_scale; they must be equal")
 
@@ -356,7 +351,7 @@ def _run(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tenso
     plan = plan or plan_of(decode_key(call, options))
     if plan.on_hopper is None:
         tensors = call.k_cache, call.v_cache, call.k_new, call.v_new, call.cache_leftpad, call.block_table
-        plan.on_hopper = why_not_hopper_kvcache(call.q, *tensors) is None
+        plan.on_hopper = takes_hopper_kvcache(call.q, *tensors)
     if plan.on_hopper:
         from .hopper.decode import launch_hopper_decode
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block_masks import version_of
-from .call import Options, check_cu_seqlens, check_tensor
+from .call import Options, check_cu_seqlens, check_tensor, integer
 from .device import OPERATORS
 
 # The checked GPU tensors, each with the version of its memory, total and bound: reading one waits for the GPU, and a
@@ -64,6 +64,7 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device | 
     Raises ValueError as `flash_attention` does.
     """
     check_cu_seqlens("cu_seqlens", cu_seqlens)
+    max_seqlen = integer("max_seqlen", max_seqlen)
     device, starts = torch.device(device), cu_seqlens.tolist()
     _check_starts("", starts, starts[-1], max_seqlen)
     if device.type != "cuda":
@@ -73,6 +74,7 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device | 
     return cu_seqlens
 
 
+@torch.library.custom_op(f"{OPERATORS}::padded_documents", mutates_args=())
 def padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int, k_pitch: int) -> tuple[Tensor, Tensor]:
     """cu_seqlens (queries', keys') of a padded batch whose rows lie in one row of tokens, one document per row.
 
@@ -83,18 +85,6 @@ def padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int,
     q_tokens, k_tokens: the sizes of the one row.
     q_pitch, k_pitch: tokens from the start of a row to the next one's.
     """
-    return _padded_documents_operator(ranges, q_tokens, k_tokens, q_pitch, k_pitch)
-
-
-_LIBRARY = torch.library.Library(OPERATORS, "FRAGMENT")
-_LIBRARY.define(
-    "padded_documents(Tensor ranges, SymInt q_tokens, SymInt k_tokens, SymInt q_pitch, SymInt k_pitch)"
-    " -> (Tensor cu_seqlens_q, Tensor cu_seqlens_k)"
-)
-_padded_documents_operator = getattr(torch.ops, OPERATORS).padded_documents.default
-
-
-def _padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int, k_pitch: int):
     rows = torch.arange(ranges.shape[1], dtype=torch.int32, device=ranges.device)
     first_k, end_k = ranges[0] + rows * k_pitch, ranges[1] + rows * k_pitch
     first_q, end_q = ranges[2] + rows * q_pitch, ranges[3] + rows * q_pitch
@@ -110,24 +100,23 @@ def _padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int
     return cu_seqlens_q, cu_seqlens_k
 
 
-_LIBRARY.impl("padded_documents", _padded_documents, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake(f"{OPERATORS}::padded_documents", lib=_LIBRARY)
+@padded_documents.register_fake
 def _(ranges, q_tokens, k_tokens, q_pitch, k_pitch):
     documents = 3 * ranges.shape[1] + 2
     return ranges.new_empty(documents + 1), ranges.new_empty(documents + 1)
 
 
-def call_packed(attention, qkv: tuple, cu_seqlens: tuple, max_seqlen: tuple, return_lse: bool = False, **options):
+def call_packed(
+    attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse: bool = False, **options
+):
     """`attention` on (tokens, heads, head_dim) tensors, by views: the body of the `..._varlen` functions."""
-    for name, x in zip("qkv", qkv, strict=True):
+    for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x, "tokens, heads, head_dim")
-    _, k, v = qkv
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; all but head_dim must be equal")
-    qkv = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
-    result = attention(*qkv, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_lse=return_lse, **options)
+    packing = {"cu_seqlens": (cu_seqlens_q, cu_seqlens_k), "max_seqlen": (max_seqlen_q, max_seqlen_k)}
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    result = attention(q, k, v, **packing, return_lse=return_lse, **options)
     # not o[0]: the gradient of an index is a tensor of zeros with a part filled in
     o = (result[0] if return_lse else result).squeeze(0).transpose(0, 1)
     return (o, result[1].squeeze(0)) if return_lse else o

@@ -7,7 +7,8 @@ the launches with addresses and numbers of their own.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,15 +42,13 @@ class Launch(NamedTuple):
     smaller: Callable[[Exception], "Launch | None"] = lambda error: None
 
 
+@dataclass(slots=True)
 class Plan:
     """What the calls of one key share."""
 
-    __slots__ = ("on_hopper", "options", "replays")
-
-    def __init__(self):
-        self.options: Options | None = None  # of a checked call, in canonical form
-        self.on_hopper: bool | None = None  # the engine, once chosen
-        self.replays: list[Replay] | None = None  # its kernels, once launched
+    options: Options | None = None  # of a checked call, in canonical form
+    on_hopper: bool | None = None  # the engine, once chosen
+    replays: list[Replay] | None = None  # its kernels, once launched
 
 
 PLANS: dict[tuple, Plan] = {}
@@ -136,13 +135,6 @@ def recorded() -> Iterator[list[Launch]]:
         yield _RECORD[-1]
     finally:
         _RECORD.pop()
-
-
-def on_device(q: Tensor):
-    """Context that makes q's GPU current; it does nothing where that GPU is current, as entering one costs time."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return torch.cuda.device(q.device)
-    return nullcontext()
 
 
 def kernel_inputs(*tensors: Tensor) -> list[Tensor]:
@@ -315,10 +307,6 @@ def padded(head_dim: int) -> int:
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
-    """Triton's host descriptor. `tma_ready` has checked what its constructor would check again."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides = x, shape, strides
-    made.block_shape, made.padding = block_shape, "zero"
-    return made
+    return TensorDescriptor(x, shape, strides, block_shape)

@@ -17,7 +17,7 @@ from .device import OPERATORS
 from .documents import check_documents
 from .flops import register_flop_formulas
 from .launch import Plan, plan_of, tokens_first
-from .support import refuse_forward_mode, why_not_hopper
+from .support import refuse_forward_mode, takes_hopper
 
 _LIBRARY = torch.library.Library(OPERATORS, "FRAGMENT")
 _OPTIONS = (
@@ -73,7 +73,7 @@ def _on_hopper(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, *,
     every run. The backward accepts O and LSE from either.
     """
     if plan.on_hopper is None:
-        plan.on_hopper = why_not_hopper(q, k, v, options, backward=backward) is None
+        plan.on_hopper = takes_hopper(q, k, v, options, backward=backward)
     return plan.on_hopper
 
 

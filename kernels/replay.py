@@ -7,6 +7,7 @@ microseconds of Python; a replay takes 15 (hopper/NOTES.md, "Launching"). Writte
 
 from collections.abc import Collection, Iterator
 from copy import copy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,21 +131,11 @@ class _TensorMaps(dict):
         if len(self) >= KEPT:
             self.clear()
         at = copy(self._descriptor)
-        at.base = _Address(address)
+        at.base = SimpleNamespace(data_ptr=lambda: address)  # all that the encoder reads of a tensor
         if sizes:
             at.shape, at.strides = map(list, sizes)
         self[address, sizes] = made = make_tensordesc_arg(at, self._description)[0]
         return made
-
-
-class _Address:
-    """The part of a tensor that Triton's encoder reads."""
-
-    def __init__(self, address: int):
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
 
 
 def _c_entry(runner):

@@ -76,7 +76,7 @@ IMPLEMENTATIONS = {
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
-# "hopper" are the kernels that "flash" uses where `why_not_hopper` allows it, "kvcache" is attention over a cache.
+# "hopper" are the kernels that "flash" uses where `takes_hopper` allows it, "kvcache" is attention over a cache.
 KERNELS = {
     "hopper": Implementation(
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "varlen", "block_mask"}),
@@ -101,7 +101,6 @@ HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 wou
 # above 128, tiles are 64 keys wide, half a block of a mask.
 HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
-HOPPER_CROWDED_HEAD_DIMS = (64,)  # where a mask visits many blocks, and there is no soft-cap
 # Attention over a cache: below these the tiles of 64 columns would be half empty, above them stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
 HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head: the rows of one wgmma
@@ -229,6 +228,8 @@ def _flash_device_reason(device: torch.device, features: Collection[str], dtype:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return None  # a run is planned here for a GPU elsewhere
+        if not HAS_TRITON:
+            return f"flash attention needs Triton, which is not installed and is made for Linux; use {instead}"
         major, minor = capability(device.index)
         if major >= 8:
             return None
@@ -269,37 +270,20 @@ def why_not_flash(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | No
     return reason or _head_dim_reason("flash", v.shape[3], features, q.dtype)
 
 
-def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False) -> str | None:
-    """Why the Hopper forward (or backward) does not run this checked call."""
-    head_dim = q.shape[3]
+def takes_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False) -> bool:
+    """Whether the Hopper forward (or backward) runs this checked call."""
+    head_dim, masked = q.shape[3], options.masked
     features = features_of(options, q.shape[1], k.shape[1], head_dim, v.shape[3])
-    if reason := why_not("hopper", q.dtype, features, head_dim=head_dim):
-        return reason
-    if backward and head_dim not in HOPPER_BACKWARD_HEAD_DIMS:
-        return (
-            f"head_dim {head_dim} is not supported by the hopper backward ({_listed(HOPPER_BACKWARD_HEAD_DIMS)}): "
-            "wider dK and dV do not fit in registers"
-        )
-    if reason := _no_hopper_device_reason(q.device):
-        return reason
-    if q.numel() == 0 or k.numel() == 0:
-        return "hopper takes no empty tensors"
-    if options.packed and not backward and head_dim not in HOPPER_PACKED_HEAD_DIMS:
-        return f"the portable forward is faster for packed documents with head_dim {head_dim}"
-    if options.masked and options.alibi_slopes is not None:
-        return "ALiBi under a block mask takes the portable kernels"
-    if options.masked and not backward and not _has_masked_forward(head_dim, options):
-        return f"this block mask takes the portable forward with head_dim {head_dim}"
-    if options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:
-        return "the hopper backward walks a group's heads together: a block mask may not tell them apart"
-    return _unaddressable_reason(q=q, k=k, v=v)
-
-
-def _has_masked_forward(head_dim: int, options: Options) -> bool:
-    """Whether Hopper's forward runs block masks like this one."""
-    if head_dim in HOPPER_CROWDED_HEAD_DIMS and options.crowded and not options.softcap:
-        return True
-    return head_dim in HOPPER_MASKED_HEAD_DIMS
+    if why_not("hopper", q.dtype, features, device=q.device, head_dim=head_dim) or not _loadable(q, k, v):
+        return False
+    if masked and options.alibi_slopes is not None:
+        return False
+    if backward:  # it walks a group's heads together: a block mask may not tell them apart
+        together = not masked or options.mask_starts.shape[1] == 1 or "gqa" not in features
+        return head_dim in HOPPER_BACKWARD_HEAD_DIMS and together
+    if masked:
+        return head_dim in HOPPER_MASKED_HEAD_DIMS or (head_dim == 64 and options.crowded and not options.softcap)
+    return not options.packed or head_dim in HOPPER_PACKED_HEAD_DIMS
 
 
 def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:
@@ -311,28 +295,19 @@ def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:
     return reason or _kvcache_device_reason(q.device, k_cache.dtype)
 
 
-def why_not_hopper_kvcache(
+def takes_hopper_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, leftpad: Tensor | None,
     block_table: Tensor | None,
-) -> str | None:  # fmt: skip
-    """Why the Hopper kernel does not run this checked call over a cache; never because of batch size or lengths."""
-    if reason := _no_hopper_device_reason(q.device):
-        return reason
-    head_dim, rows = q.shape[3], q.shape[1] // k_cache.shape[1] * q.shape[2]
-    bits, head_dims, most = 16, HOPPER_KVCACHE_HEAD_DIMS, HOPPER_KVCACHE_ROWS
+) -> bool:  # fmt: skip
+    """Whether the Hopper kernel runs this checked call over a cache; never by its batch size or lengths."""
+    if _no_hopper_device_reason(q.device) or not _loadable(q, k_cache, v_cache, k, v):
+        return False
+    if leftpad is not None and block_table is not None:  # keys in pages would begin inside a copy
+        return False
+    rows, head_dims, most = q.shape[1] // k_cache.shape[1] * q.shape[2], HOPPER_KVCACHE_HEAD_DIMS, HOPPER_KVCACHE_ROWS
     if k_cache.itemsize == 1:
-        bits, head_dims, most = 8, HOPPER_KVCACHE_8_BIT_HEAD_DIMS, HOPPER_KVCACHE_8_BIT_ROWS
-    if q.dtype not in _HALVES or (bits == 16 and k_cache.dtype != q.dtype):
-        return f"hopper takes caches in 16 and 8 bits; this one is in {_short(k_cache.dtype)}"
-    if head_dim not in head_dims:
-        return f"hopper takes caches in {bits} bits with head_dim {_listed(head_dims)}; this one has {head_dim}"
-    if rows > most:
-        return f"{rows} queries share a KV head; hopper takes up to {most} over a cache in {bits} bits"
-    if leftpad is not None and block_table is not None:
-        return "hopper takes cache_leftpad in contiguous caches: keys in pages would begin inside a copy"
-    if q.numel() == 0 or k_cache.numel() == 0:
-        return "hopper takes no empty tensors"
-    return _unaddressable_reason(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+        head_dims, most = HOPPER_KVCACHE_8_BIT_HEAD_DIMS, HOPPER_KVCACHE_8_BIT_ROWS
+    return q.dtype in _HALVES and k_cache.dtype.itemsize < 4 and q.shape[3] in head_dims and rows <= most
 
 
 def _listed(head_dims: range) -> str:
@@ -359,14 +334,9 @@ def _triton_release() -> str:
     return version("triton")  # reads a file
 
 
-def _unaddressable_reason(**tensors: Tensor | None) -> str | None:
-    for name, tensor in tensors.items():
-        if tensor is not None and not tma_ready(tensor):
-            return (
-                f"hopper needs {name} 16-byte aligned with strides that are multiples of 16 bytes; "
-                f"it has strides {tuple(tensor.stride())}"
-            )
-    return None
+def _loadable(*tensors: Tensor | None) -> bool:
+    """Whether TMA can load the tensors, none of which may be empty."""
+    return all(x is None or (x.numel() > 0 and tma_ready(x)) for x in tensors)
 
 
 def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> list[str]:

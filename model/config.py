@@ -129,8 +129,8 @@ class GPTConfig:
                 raise ValueError(f"model.{key}={getattr(self, key)} must be at least 0 and below 1")
         if not (self.rope_base > 1 and math.isfinite(self.rope_base)):
             raise ValueError(f"model.rope_base={self.rope_base} must be a number above 1; 10000 is usual")
-        if not 0 < self.qk_gain < math.inf:
-            raise ValueError(f"model.qk_gain={self.qk_gain} must be positive and finite; 1 leaves scores as they are")
+        if not 1e-20 <= self.qk_gain <= 1e20:  # attention's scale has limits
+            raise ValueError(f"model.qk_gain={self.qk_gain} must be from 1e-20 to 1e20; 1 leaves scores as they are")
         if self.qk_gain != 1 and not self.qk_norm:
             raise ValueError(f"model.qk_gain={self.qk_gain} needs model.qk_norm=true; set that, or use model.qk_gain=1")
         if self.name is not None:  # that model has its own sizes
@@ -189,6 +189,11 @@ def resolve_model(
             raise ValueError(
                 f"model.attention={attention} with model.name is transformers' own, which keeps documents apart in "
                 "some models only; use model.attention=flash, or tiled on a CPU"
+            )
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"{why_attention.partition(';')[0]}, and transformers' own keeps documents apart in some "
+                "models only; use data.document_mask=false"
             )
         attention, why_attention = "tiled", "auto: transformers' own keeps documents apart in some models only"
     if config.name is not None and (instead := _of_transformers().in_place_of(config, attention)):

@@ -24,6 +24,7 @@ this rank's tokens: the training step adds them over the group. `heads` and `gat
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,20 +156,15 @@ def heads(
     v: Tensor,
     *,
     group: dist.ProcessGroup,
-    causal: bool = False,
-    window: tuple[int, int] = ALL,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    documents: Documents | None = None,
+    **given: Any,
 ) -> Tensor:
     """Attention of sequences cut into W pieces: each rank computes all tokens of 1 / W of the heads.
 
     Args:
         attend: the attention of one process.
         q, k, v: (B, Hq, n, D), (B, Hkv, n, D) twice, this rank's piece; W divides Hkv.
-        causal, window, scale, dropout_p: as `attend` accepts them. Each rank draws its own dropout seed: the ranks'
-            random streams must differ.
-        documents: of the whole row of N tokens; B is 1.
+        given: causal, window, scale, dropout_p, documents, as `attend` accepts them. Each rank draws its own dropout
+            seed: the ranks' random streams must differ. Documents are of the whole row of N tokens; B is 1.
 
     Returns (B, Hq, n, D). Raises ValueError where W does not divide Hkv.
     """
@@ -177,8 +173,7 @@ def heads(
         remedy = "parallel.context_method=gather"
         raise ValueError(f"parallel.context={world_size} does not divide {k.size(1)} KV heads; use {remedy}")
     q, k, v = _Exchange.apply(_all_tokens, _all_heads, group, q, k, v)
-    given = {"window": window, "scale": scale, "dropout_p": dropout_p, "documents": documents}
-    o = attend(q, k, v, causal=causal, **given)  # (B, Hq / W, N, D)
+    o = attend(q, k, v, **given)  # (B, Hq / W, N, D)
     return _Exchange.apply(_all_heads, _all_tokens, group, o)[0]
 
 
@@ -191,9 +186,8 @@ def gather(
     group: dist.ProcessGroup,
     causal: bool = False,
     window: tuple[int, int] = ALL,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
     documents: tuple[Documents, ...] | None = None,
+    **given: Any,
 ) -> Tensor:
     """Attention of zig-zag parts: each rank gathers K and V, and attends with its two chunks of queries.
 
@@ -209,8 +203,8 @@ def gather(
         ends, queries = (q.size(2) * world_size,), (q,)
     outputs = []
     for i, keys in enumerate(_Keys.apply(_tokens_first(k, v), group, ends)):
-        given = {"window": window, "scale": scale, "dropout_p": dropout_p, "documents": documents and documents[i]}
-        outputs.append(attend(queries[i], *_heads_first(keys), causal=causal, **given).transpose(1, 2))
+        seen = {"causal": causal, "window": window, "documents": documents and documents[i]}
+        outputs.append(attend(queries[i], *_heads_first(keys), **seen, **given).transpose(1, 2))
     return torch.cat(outputs, dim=1).transpose(1, 2)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.call import autocast_dtype
+
 FP8 = ("none", "mlp", "all")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of every side of a product in 8 bits
@@ -43,16 +45,13 @@ class Linear8(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
-        kind = x.device.type
         rows = x.flatten(0, -2)
         if len(rows) % MULTIPLE:
             raise ValueError(
                 f"model.fp8 needs a multiple of {MULTIPLE} tokens in a micro-batch, not {len(rows)}; "
                 "use another train.micro_batch or data.seq_len"
             )
-        if torch.is_autocast_enabled(kind):
-            rows = rows.to(torch.get_autocast_dtype(kind))
-        return Products8.apply(rows, self.weight).view(*x.shape[:-1], -1)
+        return Products8.apply(rows.to(autocast_dtype(rows)), self.weight).view(*x.shape[:-1], -1)
 
 
 class Products8(torch.autograd.Function):

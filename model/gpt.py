@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import cross_entropy, linear_cross_entropy, rms_norm, rotate_and_split, skinny_linear
+from kernels.call import autocast_dtype
 from model.attention import ATTENTION, AttentionFunction, Documents, Part
 from model.cache import KVCache, PagedKVCache
 from model.config import NORM_EPS, GPTConfig, round_up
@@ -360,9 +361,7 @@ class GPT(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that products and attention run in now: autocast's where it is on, else the weights'."""
-        weight = self.embedding.weight
-        autocast = torch.is_autocast_enabled(weight.device.type)
-        return torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        return autocast_dtype(self.embedding.weight)
 
     def for_inference(self, dtype: torch.dtype) -> "GPT":
         """A copy in eval mode with its weights cast to `dtype`; weights that already have it are shared.

@@ -179,6 +179,7 @@ def _packing(
 
 def _over_caches(query: Tensor, ranges: Tensor, options: dict) -> Callable:
     """Attention over caches for the layers of a forward pass that share `ranges` and options."""
+    _engine(query)  # refuses, in transformers' terms, what no kernel takes
     bounds = {"cache_leftpad": ranges[0, 0, 0], "cache_seqlens": ranges[1, 0, 0].clone()}  # 16-byte aligned
     if torch.compiler.is_compiling():  # a workspace, which is written to, would have to be copied
         return partial(flash_attention_with_kvcache, **bounds, **options)
@@ -221,8 +222,9 @@ def _refuse(attention_mask: object, others: dict) -> None:
     """ValueError for what the kernels do not compute."""
     if isinstance(attention_mask, Tensor):
         shape, dtype = attention_mask.shape, attention_mask.dtype
-        ours = dtype == torch.int32 and (shape[0] == 4 or shape[:2] == (1, 1)) and shape[2] <= 4
-        if not (ours or (len(shape) == 4 and (dtype == torch.bool or dtype.is_floating_point))):
+        pairs = dtype == torch.bool or dtype.is_floating_point
+        ours = dtype == torch.int32 and len(shape) == 4 and (shape[0] == 4 or shape[:2] == (1, 1)) and shape[2] <= 4
+        if not (ours or (len(shape) == 4 and pairs)):
             raise ValueError(
                 f"attention_mask reached a layer with shape {tuple(shape)} and {dtype}; gpt_triton takes (B, tokens) "
                 f"of 1s and 0s, or pairs (B, 1, N, Nk) as booleans or as 0 and -inf; else {INSTEAD}"

@@ -9,7 +9,7 @@
 transformers is not imported: these are names and shapes.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,38 +20,32 @@ from model.gpt import GPT, INIT_STD
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu_pytorch_tanh", "relu2": "relu2"}  # model.mlp -> hidden_act
 
 
-class Architecture(NamedTuple):
-    """A class of transformers, and the name of its configuration."""
-
-    name: str
-    model_type: str
-
-
-def architecture(config: GPTConfig) -> Architecture:
+def architecture(config: GPTConfig) -> str:
     """The class of transformers that computes what a GPT of `config` does; ValueError where there is none."""
     if config.mask is not None:
         raise ValueError(f"model.mask={config.mask} is no mask of transformers; train again with model.mask=null")
     if config.mlp == "swiglu":
         if config.qk_norm:
-            return Architecture("Qwen3ForCausalLM", "qwen3")
+            return "Qwen3ForCausalLM"
         if config.window is not None:
-            return Architecture("MistralForCausalLM", "mistral")
-        return Architecture("LlamaForCausalLM", "llama")
+            return "MistralForCausalLM"
+        return "LlamaForCausalLM"
     for key, value, without in (("qk_norm", config.qk_norm, "false"), ("window", config.window, "null")):
         if value:
             raise ValueError(
                 f"model.{key}={value} with model.mlp={config.mlp} is no architecture of transformers; "
                 f"train again and use model.mlp=swiglu or model.{key}={without}"
             )
-    return Architecture("ArceeForCausalLM", "arcee")
+    return "ArceeForCausalLM"
 
 
 def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
     """The contents of config.json for `model`; `end_of_text` is the token that begins and ends a document."""
-    config, found = model.config, architecture(model.config)
+    config, name = model.config, architecture(model.config)
+    model_type = name.removesuffix("ForCausalLM").lower()
     contents: dict[str, Any] = {
-        "architectures": [found.name],
-        "model_type": found.model_type,
+        "architectures": [name],
+        "model_type": model_type,
         "vocab_size": model.vocab_size,
         "hidden_size": config.n_embd,
         "intermediate_size": config.mlp_width,
@@ -74,7 +68,7 @@ def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
     }
     if config.window is not None:
         contents["sliding_window"] = config.window  # tokens that each token sees, itself included, there too
-        if found.model_type == "qwen3":  # its layers below max_window_layers have no window
+        if model_type == "qwen3":  # its layers below max_window_layers have no window
             contents |= {"use_sliding_window": True, "max_window_layers": 0}
     return contents
 

@@ -25,20 +25,14 @@ FusedBlock = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, KVCache
 
 def fused_block(x: Tensor, blocks: Iterable[nn.Module]) -> FusedBlock | None:
     """`decode` or `prefill`, whichever can replace a block's forward for x (B, N, C); None where neither can."""
+    plain = x.is_cuda and not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
     if takes_skinny_linear(x):
         fused = decode
-    elif takes_prefill(x):
+    elif plain and x.dtype.itemsize == 2:  # products of its own dtype, which may overwrite it
         fused = prefill
     else:
         return None
     return fused if all(map(can_fuse, blocks)) else None
-
-
-def takes_prefill(x: Tensor) -> bool:
-    """Whether x may be overwritten by products of its own dtype: on CUDA, in 16 bit, with neither gradient nor
-    autocast."""
-    plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
-    return plain and x.is_cuda and x.dtype.itemsize == 2
 
 
 def can_fuse(block: nn.Module) -> bool:

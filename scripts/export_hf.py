@@ -100,7 +100,7 @@ def described(model: GPT) -> tuple[str, int]:
     """
     if model.config.name is not None:
         return type(model.inner).__name__, model.num_parameters()
-    return architecture(model.config).name, sum(weight.numel() for weight in tensors(model).values())
+    return architecture(model.config), sum(weight.numel() for weight in tensors(model).values())
 
 
 def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:

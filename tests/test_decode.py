@@ -24,7 +24,7 @@ from kernels.call import Options
 from kernels.fused.write_kvcache import read_kvcache, write_kvcache
 from kernels.launch import PLANS
 from kernels.portable.widen import widened
-from kernels.support import why_not_hopper_kvcache
+from kernels.support import takes_hopper_kvcache
 from tests.attention_checks import SOFTCAP_FACTOR, assert_within_budget
 from tests.test_hopper_decode import a_call, without_other_pages
 
@@ -190,7 +190,7 @@ def check_on_hopper(call, **options) -> None:
     call = call._replace(**{name: x.to(DEVICE) for name, x in call._asdict().items() if x is not None})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.support._no_hopper_device_reason", lambda device: None)
-        assert why_not_hopper_kvcache(*call[:5], call.cache_leftpad, call.block_table) is None
+        assert takes_hopper_kvcache(*call[:5], call.cache_leftpad, call.block_table)
     names = "cache_seqlens", "cache_leftpad", "block_table", "k_scale", "v_scale"
     named = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
     check_call([x for x in call[:5] if x is not None], named | options)
@@ -939,8 +939,8 @@ def test_tokens_and_scales_that_do_not_suit_a_cache_are_refused(read):
     for stored, scale, x, said in (
         (cache, None, new[:1], r"new tokens have shape \(1, 1, 16\) and their cache \(2, 2, 4, 16\); expected"),
         (cache, None, new[..., :8], r"new tokens have shape \(2, 1, 8\)"),
-        (cache.to(torch.int8), None, new, "a cache of torch.int8 is given with no scale; one of 8 bits has a scale"),
-        (cache, torch.ones(2), new, "a cache of torch.float32 is given with a scale; one of 8 bits has a scale"),
+        (cache.to(torch.int8), None, new, "its scale is None; a cache in 8 bits needs"),
+        (cache, torch.ones(2), new, "its scale is given but the cache is in torch.float32"),
     ):
         if not read:
             with pytest.raises(ValueError, match=said):
@@ -964,9 +964,15 @@ def test_what_would_be_written_elsewhere_is_refused_before_anything_is_written()
         (plain, none, one.int(), new, r"places have \(1,\) of torch.int32 for new tokens"),
         (plain, none, 0, new, r"places have 0; expected tensors \(N,\) of torch.int64"),
         (plain, none, one, new.clone().requires_grad_(), "new tokens ask for a gradient, and a cache's attention has"),
-        (of_8_bits, (scale, None), one, new, "a cache of torch.int8 is given with no scale"),
-        (of_8_bits, (scale, scale[0]), one, new, r"a scale has shape \(2, 4\) .* expected \(2,\) or \(2, 2, 4\)"),
-        (of_8_bits, (scale, scale.half()), one, new, r"a scale has .* dtype torch.float16; expected"),
+        (of_8_bits, (scale, None), one, new, "its scale is None; a cache in 8 bits needs"),
+        (
+            of_8_bits,
+            (scale, scale[0]),
+            one,
+            new,
+            r"its scale is torch.float32 \(2, 4\); .* needs torch.float32 \(2,\) or \(2, 2, 4\)",
+        ),
+        (of_8_bits, (scale, scale.half()), one, new, r"its scale is torch.float16 .*; a cache in 8 bits needs"),
     ):
         with pytest.raises(ValueError, match=said):
             write_kvcache(caches, scales, (places, slice(None), places), (x, x))

@@ -137,7 +137,7 @@ def test_each_row_of_ours_has_one_place(home, tied):
     """What shares memory with ours covers it, each element once; the rest are gains of norms."""
     model = gpt(tie_embeddings=tied, num_kv_heads=2, **HOMES[home])
     found = huggingface.tensors(model)
-    assert huggingface.architecture(model.config).name == home.split()[0]
+    assert huggingface.architecture(model.config) == home.split()[0]
     for name, weight in model.named_parameters():
         rows = [x for x in found.values() if x.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()]
         rows.sort(key=Tensor.data_ptr)
@@ -377,7 +377,7 @@ def opened(folder, model, encoding=None):
 
 def check_same_model(model: GPT, theirs, vocab_size: int) -> None:
     assert theirs.dtype == torch.float32
-    assert type(theirs).__name__ == huggingface.architecture(model.config).name
+    assert type(theirs).__name__ == huggingface.architecture(model.config)
     prompts = torch.randint(vocab_size - 1, (2, N), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = model(prompts)

@@ -94,7 +94,7 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
     dlse = torch.randn(batch, num_heads, num_q, device="cuda")
     scale = head_dim**-0.5
     options = Options(causal, scale)
-    assert support.why_not_hopper(q, k, v, options) is None
+    assert support.takes_hopper(q, k, v, options)
     o, lse = launch_hopper_fwd(q, k, v, options)
     again = launch_hopper_fwd(q, k, v, options)
     assert torch.equal(o, again[0])
@@ -889,37 +889,24 @@ def test_documents_with_narrow_heads_take_the_portable_forward():
     ends = torch.tensor([0, 100, 512], device="cuda", dtype=torch.int32)
     documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 412, "max_seqlen_k": 412}
     options = Options(True, 0.1, **documents)
-    for head_dim, reason in (
-        (64, None),
-        (56, "the portable forward is faster for packed documents with head_dim 56"),
-    ):
+    for head_dim in (64, 56):
         q = torch.randn(1, 1, 512, head_dim, device="cuda", dtype=torch.bfloat16)
-        assert support.why_not_hopper(q, q, q, options) == reason
-        assert support.why_not_hopper(q, q, q, options, backward=True) is None
-
-
-NOT_WIDE = "is not supported by hopper (multiples of 8 from 32 to 256); use the portable kernels"
+        assert support.takes_hopper(q, q, q, options) == (head_dim == 64)
+        assert support.takes_hopper(q, q, q, options, backward=True)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "backward", "reason"),
+    ("head_dim", "backward", "taken"),
     [
-        (24, False, f"head_dim 24 {NOT_WIDE}"),
-        (36, False, f"head_dim 36 {NOT_WIDE}"),
-        (264, False, f"head_dim 264 {NOT_WIDE}"),
-        (
-            136, True,
-            "head_dim 136 is not supported by the hopper backward (multiples of 8 from 32 to 128): wider dK and dV do "
-            "not fit in registers",
-        ),
-        (128, True, "hopper needs a CUDA device; q is on meta"),
-        (256, False, "hopper needs a CUDA device; q is on meta"),
-        (40, True, "hopper needs a CUDA device; q is on meta"),
+        (24, False, False), (36, False, False), (264, False, False), (136, True, False), (128, True, True),
+        (256, False, True), (40, True, True),
     ],
 )  # fmt: skip
-def test_other_head_dims_are_refused(head_dim, backward, reason):
-    q = torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16, device="meta")
-    assert support.why_not_hopper(q, q, q, Options(True, 1.0), backward=backward) == reason
+def test_other_head_dims_are_refused(head_dim, backward, taken, monkeypatch):
+    q = torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16)
+    assert not support.takes_hopper(q, q, q, Options(True, 1.0), backward=backward)  # on a CPU
+    monkeypatch.setattr("kernels.support._no_hopper_device_reason", lambda device: None)
+    assert support.takes_hopper(q, q, q, Options(True, 1.0), backward=backward) == taken
 
 
 @pytest.mark.gpu

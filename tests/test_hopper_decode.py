@@ -16,7 +16,7 @@ from kernels.call import Options, canonical_window
 from kernels.decode import Call, kvcache_workspace
 from kernels.launch import PLANS, sizes_described
 from kernels.portable.tuning import DecodeTile
-from kernels.support import why_not_hopper_kvcache
+from kernels.support import takes_hopper_kvcache
 
 SMALL = DecodeTile(block_k=64, span=4, num_warps=4, num_stages=2, per_sm=1, groups=2, least_rows=8, quad=2)
 AS_ROWS_TILE = replace(SMALL, span=2, least_rows=64, quad=None)  # queries as rows
@@ -246,7 +246,7 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     half = {"dtype": torch.bfloat16}
     q, cache, lengths = torch.zeros(2, 8, 1, 64, **half), torch.zeros(2, 2, 10, 64, **half), torch.zeros(2)
     new, odd = torch.zeros(2, 2, 1, 64, **half), torch.zeros(2, 8, 1, 65, **half)[..., 1:]
-    assert why_not_hopper_kvcache(q, cache, cache, new, new, None, None) is None
+    assert takes_hopper_kvcache(q, cache, cache, new, new, None, None)
     table = torch.zeros(2, 1)
     nothing = (None,) * 4
     refused = {
@@ -266,7 +266,7 @@ def test_what_it_does_not_take_is_said(monkeypatch):
         "v 16-byte aligned": (q, cache, cache, new, odd[:, :2], None, None),
     }
     for part, tensors in refused.items():
-        assert part in why_not_hopper_kvcache(*tensors), part
+        assert not takes_hopper_kvcache(*tensors), part
 
 
 def test_a_longer_cache_is_another_descriptor_of_the_same_launch(monkeypatch):

@@ -19,7 +19,6 @@ from kernels import (
     tiled_attention,
 )
 from kernels.call import Options, check_call
-from kernels.documents import _padded_documents_operator
 from kernels.launch import start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
@@ -185,7 +184,7 @@ def test_padded_rows_are_documents_that_see_nothing_else(pitch):
         queries, keys = range(first_q, end_q), range(first_k, end_k)
         expected |= {(row * pitch[0] + q, row * pitch[1] + k) for q, k in itertools.product(queries, keys)}
     assert seen == expected
-    torch.library.opcheck(_padded_documents_operator, (firsts_and_ends, *sizes, *pitch))
+    torch.library.opcheck(padded_documents, (firsts_and_ends, *sizes, *pitch))
 
 
 WRONG = {  # what is written behind the checks' back, of 40 tokens -> what the kernels take it for
@@ -212,7 +211,7 @@ def test_the_nearest_right_packing_of_any_numbers(documents):
     tensors = {"cu_seqlens_q": given, "cu_seqlens_k": given.clone()}
     tensors |= {"starts_q": torch.full_like(given, -7), "starts_k": torch.full_like(given, -7)}
     q = torch.empty(1, 1, tokens, 1, device="meta")
-    (launch,) = documents_launches(q, q[:, :, :-1], **tensors)
+    (launch,) = documents_launches(q, q[:, :, :-1], tensors)
     start(launch)
     assert tensors["starts_q"].tolist() == meant
     assert tensors["starts_k"].tolist() == [min(x, tokens - 1) for x in meant]

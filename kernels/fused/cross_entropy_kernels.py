@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import kernel_inputs, on_device
+from ..launch import kernel_inputs
 from ..portable.tiles import LN_2, LOG2_E
 
 LOWEST = tl.constexpr(-3.0e38)  # a maximum over nothing that stays finite: LOWEST - LOWEST is 0, not NaN
@@ -144,7 +144,7 @@ def launch_cross_entropy_fwd(logits: Tensor, targets: Tensor, vocab_size: int) -
     loss = logits.new_empty(rows, dtype=torch.float32)
     lse = torch.empty_like(loss)
     if rows:
-        with on_device(logits):
+        with torch.cuda.device_of(logits):
             cross_entropy_fwd_kernel[(rows,)](
                 logits, targets.contiguous(), loss, lse, logits.stride(0), logits.shape[1], vocab_size,
                 BLOCK=1024, UNROLL=4, num_warps=4,
@@ -161,7 +161,7 @@ def launch_cross_entropy_bwd(dloss: Tensor, logits: Tensor, targets: Tensor, lse
     rows, columns = logits.shape
     if rows:
         block = 4096
-        with on_device(logits):
+        with torch.cuda.device_of(logits):
             cross_entropy_bwd_kernel[(rows * triton.cdiv(columns, block),)](
                 dloss.contiguous(), logits, targets.contiguous(), lse, out,
                 logits.stride(0), columns, vocab_size, BLOCK=block, num_warps=4,
@@ -176,7 +176,7 @@ def launch_cross_entropy_in_place(logits: Tensor, targets: Tensor, vocab_size: i
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         block = min(4096, triton.next_power_of_2(columns))
-        with on_device(logits):
+        with torch.cuda.device_of(logits):
             cross_entropy_in_place_kernel[(rows,)](
                 logits, targets.contiguous(), loss, logits.stride(0), columns, vocab_size,
                 BLOCK=block, UNROLL=2, num_warps=max(1, block // 256),

@@ -50,7 +50,7 @@ def _check(caches: tuple, scales: tuple, places: tuple, new: tuple) -> None:
                 f"new tokens have shape {tuple(x.shape)} and their cache {tuple(cache.shape)}; expected (Hkv, N, D) "
                 "and (rows or pages, Hkv, slots, D)"
             )
-        _check_scale(cache, scale)
+        check_scale("its scale", cache, scale)
         if torch.is_grad_enabled() and (x.requires_grad or cache.requires_grad):
             raise ValueError("new tokens ask for a gradient, and a cache's attention has none; use torch.no_grad()")
     for number in (places[0], places[2]):
@@ -80,7 +80,7 @@ def _stored(cache: Tensor, scale: Tensor | None, new: Tensor, places: tuple) -> 
 
 def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torch.dtype = torch.float32) -> Tensor:
     """The keys or values (1, Hkv, N, D) in `places` of a cache; those of 8 bits in float32, or wider `dtype`."""
-    _check_scale(cache, scale)
+    check_scale("its scale", cache, scale)
     values = cache[places]  # (N, Hkv, D)
     if scale is not None:
         values = values.to(torch.promote_types(dtype, torch.float32))
@@ -88,14 +88,12 @@ def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torc
     return values.transpose(0, 1)[None]
 
 
-def _check_scale(cache: Tensor, scale: Tensor | None) -> None:
+def check_scale(name: str, cache: Tensor, scale: Tensor | None) -> None:
     """Raises ValueError unless an 8-bit cache, and no other, has a scale, fp32 and of one of two shapes."""
-    if (scale is None) == (cache.dtype in EIGHT_BITS):
-        has = "no scale" if scale is None else "a scale"
-        raise ValueError(f"a cache of {cache.dtype} is given with {has}; one of 8 bits has a scale, others have none")
     shapes = tuple(cache.shape[1:2]), tuple(cache.shape[:3])
-    if scale is not None and (scale.dtype != torch.float32 or tuple(scale.shape) not in shapes):
-        raise ValueError(
-            f"a scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; expected {shapes[0]} or {shapes[1]} "
-            "of torch.float32"
-        )
+    if cache.dtype not in EIGHT_BITS:
+        if scale is not None:
+            raise ValueError(f"{name} is given but the cache is in {cache.dtype}; scales are for 8 bits")
+    elif scale is None or scale.dtype != torch.float32 or tuple(scale.shape) not in shapes:
+        told = None if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
+        raise ValueError(f"{name} is {told}; a cache in 8 bits needs torch.float32 {shapes[0]} or {shapes[1]}")

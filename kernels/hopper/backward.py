@@ -137,7 +137,7 @@ def launch_hopper_bwd(
     options: Options,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward kernels on the forward's inputs and outputs, not refused by `why_not_hopper`.
+    """Run the backward kernels on the forward's inputs and outputs, for which `takes_hopper`.
 
     Arguments and results as in the portable `launch_flash_bwd`: dQ, dK, dV in q's dtype, stored as (B, N, H, D), and
     an empty tensor in the place of the sinks' gradient. The same inputs give the same bits. `plan` is the call's where
@@ -198,7 +198,7 @@ def _launches(
         num_heads, num_q, delta.shape[1], num_k, num_docs, *window, given.get("mask_starts"), options.scale,
     )  # fmt: skip
     constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal, **of_mask}
-    launches = documents_launches(q, k, **given)
+    launches = documents_launches(q, k, given)
     if options.packed:
         starts = given["starts_k"], given["starts_q"]
         launches.append(document_tiles_launch(k, q, BLOCK_K.value, *starts, given["tiles"]))

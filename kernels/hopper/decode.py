@@ -222,7 +222,7 @@ def tile_for(call: Call) -> DecodeTile:
 def launch_hopper_decode(
     call: Call, options: Options, tile: DecodeTile | None = None, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`launch_flash_decode` for a call that `why_not_hopper_kvcache` does not refuse."""
+    """`launch_flash_decode` for a call that `takes_hopper_kvcache` accepts."""
     plan = plan or plan_of(decode_key(call, options, ("hopper", tile)))
     tile, tensors, cache = given_tensors(call, options, tile or tile_for(call))
     run(plan, tensors, partial(_launches, options, tile, cache), **cache, **_described(call))

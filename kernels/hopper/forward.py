@@ -353,7 +353,7 @@ def grid_of(plan: ForwardPlan, tiles: int, options: Options, device_index: int |
 def launch_hopper_fwd(
     q: Tensor, k: Tensor, v: Tensor, options: Options, schedule: ForwardPlan | None = None, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), not refused by `why_not_hopper`;
+    """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), for which `takes_hopper`;
     options.scale > 0; packed documents have B = 1.
 
     Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `schedule`
@@ -391,7 +391,7 @@ def _launches(
         "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": schedule.ping_pong, "PAIRED": paired,
         **mask_constants(options),
     }  # fmt: skip
-    launches = documents_launches(q, k, **given)
+    launches = documents_launches(q, k, given)
     if options.packed:
         starts = given["starts_q"], given["starts_k"]
         launches.append(document_tiles_launch(q, k, 64 * schedule.consumers, *starts, given["tiles"]))

@@ -175,7 +175,5 @@ def packed_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 def _with_layout(plain) -> TensorDescriptor:
     """Return Gluon's descriptor, which also holds a tile's layout in shared memory."""
-    made = object.__new__(TensorDescriptor)
-    vars(made).update(vars(plain))
-    made.layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, _GLUON_DTYPE[plain.base.dtype])
-    return made
+    layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, _GLUON_DTYPE[plain.base.dtype])
+    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)

@@ -129,7 +129,7 @@ def _launches(
     dkdv_tile = dkdv_tile or tile_for("dkdv", q.device, q.dtype, widest, options)
     dq_tile = dq_tile or tile_for("dq", q.device, q.dtype, widest, options)
     return [
-        *documents_launches(q, k, **given),
+        *documents_launches(q, k, given),
         delta_launch(o, do, lse, dlse, lse_log2, delta, **given),
         fitting(dkdv_tile, launch_dkdv),
         fitting(dq_tile, launch_dq),

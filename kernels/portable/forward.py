@@ -238,4 +238,4 @@ def _launches(
         return Launch(flash_fwd_kernel, num_tiles * batch * num_heads, arguments, constants, tile.how)
 
     tile = tile or tile_for("fwd", q.device, q.dtype, max(head_dim, head_dim_v), options)
-    return [*documents_launches(q, k, **given), fitting(tile, launch)]
+    return [*documents_launches(q, k, given), fitting(tile, launch)]

@@ -65,21 +65,12 @@ def _documents_kernel(
         highest = tl.max(values, 0)
 
 
-def documents_launches(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    starts_q: Tensor | None = None,
-    starts_k: Tensor | None = None,
-    **others: Tensor,
-) -> list[Launch]:
+def documents_launches(q: Tensor, k: Tensor, given: dict[str, Tensor]) -> list[Launch]:
     """The launch that fills `starts_q` and `starts_k` (see `option_tensors`); none without documents."""
-    if cu_seqlens_q is None:
+    if "starts_q" not in given:
         return []
-    arguments = (
-        cu_seqlens_q, cu_seqlens_k, starts_q, starts_k, cu_seqlens_q.shape[0] - 1, q.shape[2], k.shape[2],
-    )  # fmt: skip
+    tensors = [given[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "starts_q", "starts_k")]
+    arguments = *tensors, tensors[0].shape[0] - 1, q.shape[2], k.shape[2]
     return [Launch(_documents_kernel, 2, arguments, {"BLOCK": _DOCUMENTS}, {"num_warps": 4})]
 
 

@@ -48,116 +48,91 @@ class Tile:
 INTERPRETER = Tile(block_q=16, block_k=32, num_warps=4, num_stages=1)
 INTERPRETER_MASKED = Tile(block_q=64, block_k=64, num_warps=4, num_stages=1)  # parts of a mask's blocks of 128
 
-# 16-bit inputs on Hopper and data-center Blackwell (227 KB of shared memory): (kernel, head_dim padded to a
-# power of two, variant or "any") -> tile. A variant is "dropout" or "softcap", whose arithmetic takes registers,
-# then "varlen", else the mask: "block_mask", "window", "causal" or "full". TMA everywhere: pointer arithmetic costs 26
-# to 50 registers in the same kernel.
-_HOPPER = {
-    ("fwd", 16, "any"): Tile(128, 128, 8, 3, True),  # as 32; few use it
-    ("fwd", 32, "any"): Tile(128, 128, 8, 3, True),  # 150 registers
-    ("fwd", 64, "any"): Tile(128, 128, 8, 3, True),  # 159 registers; with 4 warps wgmma is serialized
-    ("fwd", 128, "any"): Tile(128, 128, 8, 2, True),  # 194 registers, 161 KB
-    ("fwd", 256, "any"): Tile(128, 64, 8, 2, True),  # 227 registers, 192 KB
+_MASKED = "full causal varlen block_mask"
+
+
+def _table(rows: dict[tuple[str, str, str], Tile]) -> dict[tuple[str, int, str], Tile]:
+    """(kernel, head_dim padded to a power of two, variant) -> tile, from rows of several head_dims and variants.
+
+    A variant is "dropout" or "softcap", whose arithmetic takes registers, then "varlen", else the mask: "block_mask",
+    "window", "causal" or "full"; or "any", for what has no row of its own.
+    """
+    return {
+        (kernel, int(width), variant): tile
+        for (kernel, widths, variants), tile in rows.items()
+        for width in widths.split()
+        for variant in variants.split()
+    }
+
+
+# 16-bit inputs on Hopper and data-center Blackwell (227 KB of shared memory). TMA everywhere: pointer arithmetic costs
+# 26 to 50 registers in the same kernel.
+_HOPPER = _table({
+    # at 64 159 registers, and with 4 warps wgmma is serialized; at 32 150; few use 16
+    ("fwd", "16 32 64", "any"): Tile(128, 128, 8, 3, True),
+    ("fwd", "128", "any"): Tile(128, 128, 8, 2, True),  # 194 registers, 161 KB
+    ("fwd", "256", "any"): Tile(128, 64, 8, 2, True),  # 227 registers, 192 KB
     # plain masks at 64 and 128: the fastest of 12 to 20 tiles at 1,024 to 16,384 tokens (H200, torch 2.11.0, triton
-    # 3.6.0, 2026-11-21); "any" above came from the compiler's registers and is 1.05 to 1.7 times slower there
-    ("fwd", 64, "causal"): Tile(64, 64, 4, 2, True),
-    ("fwd", 64, "full"): Tile(64, 128, 4, 2, True),
-    ("fwd", 128, "causal"): Tile(64, 64, 4, 3, True),
-    ("fwd", 128, "full"): Tile(64, 64, 4, 3, True),
-    ("dkdv", 64, "causal"): Tile(32, 64, 4, 3, True),
-    ("dkdv", 64, "full"): Tile(32, 64, 4, 3, True),
-    ("dkdv", 128, "causal"): Tile(64, 64, 4, 2, True),
-    ("dkdv", 128, "full"): Tile(64, 64, 4, 2, True),
-    ("dq", 64, "causal"): Tile(64, 64, 4, 2, True),
-    ("dq", 64, "full"): Tile(64, 64, 4, 2, True),
-    ("dq", 128, "causal"): Tile(128, 32, 8, 3, True),
-    ("dq", 128, "full"): Tile(128, 32, 8, 3, True),
-    # packed documents: 16 of unequal length, causal, the same machine and day; for dQ at 128 the dense calls' tile
-    # takes 548 us instead of 416
-    ("fwd", 64, "varlen"): Tile(64, 64, 4, 2, True),
-    ("fwd", 128, "varlen"): Tile(64, 64, 4, 3, True),
-    ("dkdv", 64, "varlen"): Tile(32, 64, 4, 3, True),
-    ("dkdv", 128, "varlen"): Tile(64, 64, 4, 2, True),
-    ("dq", 64, "varlen"): Tile(64, 64, 4, 2, True),
-    ("dq", 128, "varlen"): Tile(64, 64, 4, 2, True),
-    # a block mask: the dense calls' tiles, all of which divide 128
-    ("fwd", 64, "block_mask"): Tile(64, 128, 4, 2, True),
-    ("fwd", 128, "block_mask"): Tile(64, 64, 4, 3, True),
-    ("dkdv", 64, "block_mask"): Tile(32, 64, 4, 3, True),
-    ("dkdv", 128, "block_mask"): Tile(64, 64, 4, 2, True),
-    ("dq", 64, "block_mask"): Tile(64, 64, 4, 2, True),
-    ("dq", 128, "block_mask"): Tile(64, 64, 4, 2, True),
+    # 3.6.0, 2026-11-21); "any" above came from the compiler's registers and is 1.05 to 1.7 times slower there. Packed
+    # documents: 16 of unequal length, causal, the same machine and day; for dQ at 128 the dense calls' tile takes 548
+    # us instead of 416. A block mask: the dense calls' tiles, all of which divide 128
+    ("fwd", "64", "causal varlen"): Tile(64, 64, 4, 2, True),
+    ("fwd", "64", "full block_mask"): Tile(64, 128, 4, 2, True),
+    ("fwd", "128", _MASKED): Tile(64, 64, 4, 3, True),
+    ("dkdv", "64", _MASKED): Tile(32, 64, 4, 3, True),
+    ("dkdv", "128", _MASKED): Tile(64, 64, 4, 2, True),
+    ("dq", "64", _MASKED): Tile(64, 64, 4, 2, True),
+    ("dq", "128", "full causal"): Tile(128, 32, 8, 3, True),
+    ("dq", "128", "varlen block_mask"): Tile(64, 64, 4, 2, True),
     # dropout, causal: the fastest of 3 to 7 tiles at 256 to 4,096 tokens (at 16 none was timed), or within 4 % of it
     # (H200, torch 2.11.0, triton 3.6.0, 2026-11-28)
-    ("fwd", 16, "dropout"): Tile(64, 64, 4, 2, True),
-    ("fwd", 32, "dropout"): Tile(64, 64, 4, 2, True),
-    ("fwd", 64, "dropout"): Tile(64, 64, 4, 2, True),
-    ("fwd", 128, "dropout"): Tile(64, 64, 4, 2, True),
-    ("fwd", 256, "dropout"): Tile(64, 32, 4, 2, True),
-    ("dkdv", 16, "any"): Tile(64, 128, 8, 3, True),
-    ("dkdv", 32, "any"): Tile(64, 128, 8, 3, True),
-    ("dkdv", 64, "any"): Tile(64, 128, 8, 3, True),  # causal 207 registers; with 2 stages 255
-    ("dkdv", 128, "any"): Tile(64, 128, 8, 3, True),  # no spill at 162 KB; with 2 stages causal spills 176 bytes
-    ("dkdv", 256, "any"): Tile(32, 64, 8, 2, True),  # 255 registers, 16 bytes spilled
-    ("dkdv", 16, "dropout"): Tile(32, 64, 4, 2, True),
-    ("dkdv", 32, "dropout"): Tile(32, 64, 4, 2, True),
-    ("dkdv", 64, "dropout"): Tile(32, 64, 4, 2, True),
-    ("dkdv", 128, "dropout"): Tile(32, 64, 4, 3, True),
-    ("dkdv", 256, "dropout"): Tile(32, 64, 8, 2, True),  # spills 128 bytes; with 16 queries it takes 1.2 times as long
-    ("dkdv", 256, "softcap"): Tile(16, 64, 8, 2, True),  # 244 registers
-    ("dkdv", 128, "softcap"): Tile(32, 128, 8, 2, True),  # 255 registers; 64 queries spill 120 bytes
-    ("dq", 16, "any"): Tile(128, 64, 8, 3, True),
-    ("dq", 32, "any"): Tile(128, 64, 8, 3, True),
-    ("dq", 64, "any"): Tile(128, 128, 8, 2, True),  # 181 registers
-    ("dq", 128, "any"): Tile(128, 64, 8, 2, True),  # 161 registers, 128 KB
-    ("dq", 256, "any"): Tile(64, 32, 8, 2, True),  # 182 registers, 128 KB
-    ("dq", 16, "dropout"): Tile(64, 64, 4, 2, True),
-    ("dq", 32, "dropout"): Tile(64, 64, 4, 2, True),
-    ("dq", 64, "dropout"): Tile(64, 64, 4, 2, True),
-    ("dq", 128, "dropout"): Tile(64, 64, 4, 2, True),
-    ("dq", 256, "dropout"): Tile(64, 32, 4, 2, True),  # spills 64 bytes; with 8 warps 1.2 times as long
-}
+    ("fwd", "16 32 64 128", "dropout"): Tile(64, 64, 4, 2, True),
+    ("fwd", "256", "dropout"): Tile(64, 32, 4, 2, True),
+    # at 64 causal 207 registers, with 2 stages 255; at 128 no spill at 162 KB, with 2 stages causal spills 176 bytes
+    ("dkdv", "16 32 64 128", "any"): Tile(64, 128, 8, 3, True),
+    ("dkdv", "256", "any"): Tile(32, 64, 8, 2, True),  # 255 registers, 16 bytes spilled
+    ("dkdv", "16 32 64", "dropout"): Tile(32, 64, 4, 2, True),
+    ("dkdv", "128", "dropout"): Tile(32, 64, 4, 3, True),
+    ("dkdv", "256", "dropout"): Tile(32, 64, 8, 2, True),  # spills 128 bytes; with 16 queries 1.2 times as long
+    ("dkdv", "256", "softcap"): Tile(16, 64, 8, 2, True),  # 244 registers
+    ("dkdv", "128", "softcap"): Tile(32, 128, 8, 2, True),  # 255 registers; 64 queries spill 120 bytes
+    ("dq", "16 32", "any"): Tile(128, 64, 8, 3, True),
+    ("dq", "64", "any"): Tile(128, 128, 8, 2, True),  # 181 registers
+    ("dq", "128", "any"): Tile(128, 64, 8, 2, True),  # 161 registers, 128 KB
+    ("dq", "256", "any"): Tile(64, 32, 8, 2, True),  # 182 registers, 128 KB
+    ("dq", "16 32 64 128", "dropout"): Tile(64, 64, 4, 2, True),
+    ("dq", "256", "dropout"): Tile(64, 32, 4, 2, True),  # spills 64 bytes; with 8 warps 1.2 times as long
+})  # fmt: skip
 
 # 16-bit inputs elsewhere from Ampere on. Every entry fits the 99 KB of sm_86, sm_89 and sm_120; loads by
 # pointers.
-_PORTABLE = {
-    ("fwd", 16, "any"): Tile(128, 64, 4, 2),
-    ("fwd", 32, "any"): Tile(128, 64, 4, 2),
-    ("fwd", 64, "any"): Tile(128, 64, 8, 2),  # 197 registers; with 4 warps sm_120 spills 72 bytes
-    ("fwd", 128, "any"): Tile(128, 64, 8, 2),  # 210 registers, 64 KB
-    ("fwd", 256, "any"): Tile(64, 64, 8, 1),  # 243 registers, 72 KB; with 4 warps it spills
-    ("dkdv", 16, "any"): Tile(64, 128, 8, 2),
-    ("dkdv", 32, "any"): Tile(64, 128, 8, 2),
-    ("dkdv", 64, "any"): Tile(32, 128, 8, 2),  # 242 registers; 64 queries spill 16 to 48 bytes
-    ("dkdv", 128, "any"): Tile(64, 64, 8, 1),  # 172 registers, 80 KB
-    ("dkdv", 256, "any"): Tile(16, 64, 8, 1),  # 255 registers, 88 KB
-    ("dq", 16, "any"): Tile(128, 64, 8, 2),
-    ("dq", 32, "any"): Tile(128, 64, 8, 2),
-    ("dq", 64, "any"): Tile(128, 64, 8, 2),  # 187 registers, 48 KB
-    ("dq", 128, "any"): Tile(128, 32, 8, 2),  # 202 registers, 80 KB
-    ("dq", 256, "any"): Tile(64, 32, 8, 1),  # 208 registers, 96 KB
-    ("dq", 256, "dropout"): Tile(32, 32, 8, 1),  # 174 registers; 64 queries spill 184 bytes
-}
+_PORTABLE = _table({
+    ("fwd", "16 32", "any"): Tile(128, 64, 4, 2),
+    # 197 and 210 registers, at 128 64 KB; with 4 warps sm_120 spills 72 bytes at 64
+    ("fwd", "64 128", "any"): Tile(128, 64, 8, 2),
+    ("fwd", "256", "any"): Tile(64, 64, 8, 1),  # 243 registers, 72 KB; with 4 warps it spills
+    ("dkdv", "16 32", "any"): Tile(64, 128, 8, 2),
+    ("dkdv", "64", "any"): Tile(32, 128, 8, 2),  # 242 registers; 64 queries spill 16 to 48 bytes
+    ("dkdv", "128", "any"): Tile(64, 64, 8, 1),  # 172 registers, 80 KB
+    ("dkdv", "256", "any"): Tile(16, 64, 8, 1),  # 255 registers, 88 KB
+    ("dq", "16 32 64", "any"): Tile(128, 64, 8, 2),  # at 64 187 registers, 48 KB
+    ("dq", "128", "any"): Tile(128, 32, 8, 2),  # 202 registers, 80 KB
+    ("dq", "256", "any"): Tile(64, 32, 8, 1),  # 208 registers, 96 KB
+    ("dq", "256", "dropout"): Tile(32, 32, 8, 1),  # 174 registers; 64 queries spill 184 bytes
+})  # fmt: skip
 
 # float32 on every GPU: exact products run on the FP32 lanes as unrolled multiply-adds, so tiles are small;
 # larger ones spill kilobytes (fwd 64x32 with 4 warps at D = 128: 6,760 bytes).
-_FLOAT32 = {
-    ("fwd", 16, "any"): Tile(64, 32, 8, 1),
-    ("fwd", 32, "any"): Tile(64, 32, 8, 1),
-    ("fwd", 64, "any"): Tile(64, 32, 8, 1),  # 168 registers
-    ("fwd", 128, "any"): Tile(32, 16, 8, 1),
-    ("fwd", 256, "any"): Tile(16, 16, 8, 1),
-    ("dkdv", 16, "any"): Tile(32, 32, 8, 1),
-    ("dkdv", 32, "any"): Tile(32, 32, 8, 1),
-    ("dkdv", 64, "any"): Tile(32, 32, 8, 1),  # 128 registers
-    ("dkdv", 128, "any"): Tile(16, 32, 8, 1),  # 110 registers
-    ("dkdv", 256, "any"): Tile(16, 16, 8, 1),
-    ("dq", 16, "any"): Tile(32, 16, 8, 1),
-    ("dq", 32, "any"): Tile(32, 16, 8, 1),
-    ("dq", 64, "any"): Tile(32, 16, 8, 1),
-    ("dq", 128, "any"): Tile(16, 16, 8, 1),
-    ("dq", 256, "any"): Tile(16, 16, 8, 1),  # spills 184 bytes, the least of the shapes tried
-}
+_FLOAT32 = _table({
+    ("fwd", "16 32 64", "any"): Tile(64, 32, 8, 1),  # at 64 168 registers
+    ("fwd", "128", "any"): Tile(32, 16, 8, 1),
+    ("fwd", "256", "any"): Tile(16, 16, 8, 1),
+    ("dkdv", "16 32 64", "any"): Tile(32, 32, 8, 1),  # at 64 128 registers
+    ("dkdv", "128", "any"): Tile(16, 32, 8, 1),  # 110 registers
+    ("dkdv", "256", "any"): Tile(16, 16, 8, 1),
+    ("dq", "16 32 64", "any"): Tile(32, 16, 8, 1),
+    ("dq", "128 256", "any"): Tile(16, 16, 8, 1),  # at 256 it spills 184 bytes, the least of the shapes tried
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -296,23 +271,14 @@ def kernel_operands(
     return [describe(*operand) for operand in operands], strides, True
 
 
-# Tiles that did not fit this GPU's shared memory, and what took their place.
-_REPLACED: dict[Tile, Tile] = {}
-
-
 def fitting(tile: Tile, make: Callable[[Tile], Launch]) -> Launch:
-    """make(tile); where the GPU has too little shared memory for it, make() of the next smaller tile that fits.
-
-    Logs a warning once per tile.
-    """
-    tried = _REPLACED.get(tile, tile)
+    """make(tile); where the GPU has too little shared memory for it, make() of a smaller one, with a warning."""
 
     def smaller(error: Exception) -> Launch | None:
-        less = tried.smaller()
+        less = tile.smaller()
         if less is None:
             return None
-        logging.getLogger(__name__).warning("%s does not fit (%s); trying %s", tried, error, less)
-        _REPLACED[tile] = less
-        return fitting(tile, make)
+        logging.getLogger(__name__).warning("%s does not fit (%s); trying %s", tile, error, less)
+        return fitting(less, make)
 
-    return make(tried)._replace(smaller=smaller)
+    return make(tile)._replace(smaller=smaller)
