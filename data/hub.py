@@ -187,11 +187,15 @@ def _one_line(data: DataConfig, split: str = "") -> Iterator[None]:
     """Turn errors of `datasets` and the hub's client into a ValueError of one line. split: whose rows are read."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError
+    from yaml import YAMLError
 
     try:
         yield
-    # pyarrow's are among them; the last comes from an empty JSON file
-    except (OSError, HTTPError, DatasetsError, ValueError, RuntimeError, StopIteration) as error:
+    # what the libraries raise over damaged files and odd columns, pyarrow's included; the last is of an empty JSON file
+    except (
+        *(OSError, HTTPError, DatasetsError, ValueError, TypeError, LookupError, AttributeError, ImportError),
+        *(RuntimeError, YAMLError, StopIteration),
+    ) as error:
         reason = " ".join(str(error).split("\n")[:2]).strip().rstrip(".")
         reason = reason or ("a file is empty" if isinstance(error, StopIteration) else type(error).__name__)
         if split and isinstance(error, UnicodeDecodeError):

@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,12 @@ def find(patterns: list[str]) -> list[Path]:
         if there:
             paths.append(path)
             continue
-        if "**" in path.parts:
-            for folder in glob.glob(str(Path(*takewhile(lambda part: part != "**", path.parts)))):
-                refuse_unlisted(Path(folder))
+        for number, part in enumerate(path.parts):
+            if glob.has_magic(part):
+                for folder in filter(Path.is_dir, map(Path, glob.glob(str(Path(*path.parts[:number]))))):
+                    refuse_unlisted(folder, deep=part == "**")
+            if part == "**":
+                break
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
         if not matches:
             several = f", or several as data.files=[{pattern}]" if "," in pattern else ""
@@ -114,8 +117,9 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     return files
 
 
-def refuse_unlisted(folder: Path) -> None:
-    """Raise ValueError if a folder in `folder`, not a hidden one, may not be listed: `glob` skips it in silence."""
+def refuse_unlisted(folder: Path, *, deep: bool = True) -> None:
+    """Raise ValueError if `folder` or, with `deep`, one in it, not a hidden one, may not be listed: `glob` skips it in
+    silence."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(
@@ -123,7 +127,7 @@ def refuse_unlisted(folder: Path) -> None:
         ) from error
 
     for _, folders, _ in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if deep and not name.startswith(".")]
 
 
 @contextmanager

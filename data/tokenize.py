@@ -71,16 +71,19 @@ def pieces(
             first = True
         waiting.append(text)
         length += len(text)
-        while length >= size:
-            joined = "".join(waiting)
-            cut = cut_of(_SAFE_CUT, joined, max(size, looked) - 1)
-            if cut is None and length >= _LONG * size:
-                cut = cut_of(_OTHER_CUT, joined, size - 1)
+        if length < size:
+            continue
+        joined, begin = "".join(waiting), 0
+        while len(joined) - begin >= size:
+            cut = cut_of(_SAFE_CUT, joined, max(begin + size, looked) - 1)
+            looked = len(joined) if cut is None else 0
+            if cut is None and len(joined) - begin >= _LONG * size:
+                cut = cut_of(_OTHER_CUT, joined, begin + size - 1)
             if cut is None:
-                waiting, looked = [joined], length
                 break
-            yield joined[:cut], first
-            waiting, length, looked, first = [joined[cut:]], len(joined) - cut, 0, False
+            yield joined[begin:cut], first
+            begin, first = cut, False
+        waiting, length, looked = [joined[begin:]], len(joined) - begin, max(0, looked - begin)
     if waiting:
         yield "".join(waiting), first
 
@@ -96,7 +99,11 @@ def tokenize(
     def encode(text: str, first: bool) -> tuple[bool, np.ndarray, int, int]:
         # special tokens in the text are text. tiktoken's encodings have no `first`: a document begins like any piece
         begins = {} if isinstance(encoding, tiktoken.Encoding) else {"first": first}
-        tokens = encoding.encode_to_numpy(text, disallowed_special=(), **begins)
+        try:
+            tokens = encoding.encode_to_numpy(text, disallowed_special=(), **begins)
+        except ValueError as error:  # GPT-2's pattern and a million blanks in a row
+            remedy = "break up its longest runs of blanks, or use tokenizer=bytes"
+            raise ValueError(f"tokenizer={encoding.name} fails over a part of the text ({error}); {remedy}") from error
         lost = 0 if unknown is None else int((tokens == unknown).sum())
         if lost:  # an <unk> in the text itself loses nothing
             lost = max(0, lost - text.count(encoding.unknown))

@@ -17,11 +17,11 @@ def _folder(name: str) -> Path:
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub.errors import HFValidationError, HTTPError
 
         try:
             folder = Path(snapshot_download(name, allow_patterns=[*FILES, TEMPLATE]))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        except (HTTPError, HFValidationError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"tokenizer={name} is no folder and not within reach ({reason}); give a folder with its {FILES[0]}"
@@ -97,11 +97,6 @@ class FileEncoding:
             line = self.encode_ordinary("\n")
             if len(line) > 1 and self._inner.id_to_token(line[0]) == "▁":
                 self._line = line
-
-    @property
-    def contents(self) -> dict[str, Any]:
-        """The contents of its tokenizer.json."""
-        return json.loads(self.alphabet)["tokenizer"]
 
     def encode_ordinary(self, text: str) -> list[int]:
         try:

@@ -23,15 +23,11 @@ _FILES = {
 
 def find(folder: Path) -> dict[str, Path]:
     """WikiText's own files in `folder`: train and validation; {} where none is."""
-    found = {}
-    for split, names in _FILES.items():
-        path = next((folder / name for name in names if (folder / name).is_file()), None)
-        if path:
-            found[split] = path
-    for split, names in _FILES.items():
-        if found and split not in found:
-            raise ValueError(f"data.local_dir={folder} has no {split} split; add one of {', '.join(names)}")
-    return found
+    there = {split: [folder / name for name in names if (folder / name).is_file()] for split, names in _FILES.items()}
+    for split, paths in there.items():
+        if not paths and any(there.values()):
+            raise ValueError(f"data.local_dir={folder} has no {split} split; add one of {', '.join(_FILES[split])}")
+    return {split: paths[0] for split, paths in there.items() if paths}
 
 
 def articles(lines: Iterable[str]) -> Iterator[Fragment]:

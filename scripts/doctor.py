@@ -70,12 +70,13 @@ class Page(dict[str, Finding]):
     """Findings by name, in the order of the questions."""
 
     def ask(self, name: str, question: Callable[..., Finding], *grounds: Any, **known: Any) -> Any:
-        """Record what `question` finds and return its value; None where it raises ValueError or a ground is None."""
+        """Record what `question` finds and return its value; None where a ground is None, or it raises ValueError or
+        OSError."""
         if any(ground is None for ground in grounds):
             return None
         try:
             self[name] = question(*grounds, **known)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             what, _, remedy = str(error).rpartition("; ")
             self[name] = Finding(what or remedy, remedy if what else "correct it", wrong=True)
         return self[name].value
@@ -106,8 +107,8 @@ def examine(settings: Settings, folder: Path) -> Page:
     page.ask("wandb", wandb, settings)
     if settings.resume not in (None, "auto"):
         page.ask("resume", check_resume, settings, model=model, dataset=dataset)
-    if dataset is not None and not any(finding.wrong for finding in page.values()):
-        page.ask("start", start, settings, folder, hardware=hardware)
+    if not any(finding.wrong for finding in page.values()):
+        page.ask("start", start, settings, folder, hardware=hardware, dataset=dataset)
     return page
 
 
@@ -184,18 +185,10 @@ def text(settings: Settings) -> Finding:
     """The text's fingerprint, and its tokens where they are in the cache: nothing is tokenized here."""
     config = settings.data
     _, identity, path = locate(config, settings.tokenizer)
-    if path.exists():
+    if os.path.lexists(path):
         return tokens(settings, open_dataset(config, settings.tokenizer))
     if obstacle := machine.not_writable(path.parent):
         raise ValueError(f"data.cache_dir={path.parent} {obstacle}; data.cache_dir=FOLDER")
-    size = sum(file["bytes"] for file in identity["files"]) if config.source == "text" else None
-    if size is not None and size * config.validation_fraction < config.seq_len:
-        # no tokenizer makes more tokens than there are bytes
-        longest = int(size * config.validation_fraction) - 1
-        raise ValueError(
-            f"data.seq_len={config.seq_len} is longer than the validation split of a text of {size:,} bytes; "
-            + (f"data.seq_len={longest} or less" if longest > 0 else "a longer text")
-        )
     fingerprint = digest(identity)
     facts, said = {"fingerprint": fingerprint, "tokenized": False}, f"{path.name} is not tokenized yet"
     if "hub" in identity and not within_reach(config.name, config.revision):
@@ -285,8 +278,11 @@ def check_resume(settings: Settings, *, model: GPTConfig | None, dataset: Datase
     return Finding(f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
 
 
-def start(settings: Settings, folder: Path, *, hardware: Hardware) -> Finding:
+def start(settings: Settings, folder: Path, *, hardware: Hardware, dataset: Dataset | None) -> Finding:
     """The start itself, with all its refusals. It is tried only where the text is cached, so nothing is tokenized."""
+    if dataset is None:
+        again = "python -m scripts.prepare with the same arguments, then this again"
+        return Finding("not tried, as the text is not tokenized", again)
     resolve(settings, folder, hardware=hardware, world=hardware.world, report=lambda line: None)
     known = ", as far as is known without the weights of model.name" if settings.model.name else ""
     return Finding(f"train.py would take this{known}")

@@ -39,7 +39,13 @@ class Part:
 
 
 def reports(folder: Path, files: str) -> Reports:
-    return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob(files))}
+    found = {}
+    for path in sorted(folder.glob(files)):
+        try:
+            found[path.parent.name] = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}); make it again") from error
+    return found
 
 
 def rows_of(found: Reports) -> list[Row]:
@@ -114,8 +120,8 @@ def beside_peers(found: Reports) -> Table:
     shown.sort(key=lambda row: (row["pass"] != "forward", order.index(row["attention"])))
     tokens, hidden = rows[0]["batch"] * rows[0]["seq_len"], rows[0]["num_heads"] * rows[0]["head_dim"]
     title = (
-        f"TFLOP/s by head_dim D and N, of {tokens:,} tokens and {hidden:,} columns a call; in parentheses a peer's "
-        "time over ours, so above 1 ours is faster:"
+        f"TFLOP/s by head_dim D and N, of {tokens:,} tokens, or one longer sequence, and {hidden:,} columns a call; in "
+        "parentheses a peer's time over ours, so above 1 ours is faster:"
     )
     caption = f"Geometric means of these ratios: {'; '.join(means)}. The host's time in Python is not in them."
     return pivot(shown, SHAPE, "{pass}: {name}", "{figure}", title, caption)

@@ -60,9 +60,9 @@ def main(settings: ExportSettings, run_dir: Path) -> None:
 def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: str) -> None:
     """Write all files of `folder`, or none; OSError where the disk is full."""
     end_of_text = tokenizer.eot_token
-    word = tokenizer.decode_bytes([end_of_text]).decode()
+    word, theirs = tokenizer.decode_bytes([end_of_text]).decode(), isinstance(tokenizer, FileEncoding)
     contents: dict[str, Any] = {
-        "tokenizer.json": tokenizer.contents if isinstance(tokenizer, FileEncoding) else tokenizer_json(tokenizer),
+        "tokenizer.json": json.loads(tokenizer.alphabet)["tokenizer"] if theirs else tokenizer_json(tokenizer),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",  # else the original Llama's or Qwen's is loaded
             "bos_token": word,
@@ -74,7 +74,7 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
             "model_max_length": model.seq_len,
         },
     }
-    if model.config.name is not None and isinstance(tokenizer, FileEncoding):  # it has its own bos and chat template
+    if model.config.name is not None and theirs:  # it has its own bos and chat template
         try:
             contents["tokenizer_config.json"] = read_config(tokenizer.name)
         except (OSError, ValueError) as error:

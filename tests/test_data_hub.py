@@ -211,11 +211,21 @@ def test_a_folder_that_may_not_be_listed_is_named(folder, cache, monkeypatch):
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    for values in ({"local_dir": str(folder)}, {"source": "text", "files": f"{folder}/**"}):
+    several = [{"source": "text", "files": f"{folder}/{pattern}"} for pattern in ("**", "*/*.jsonl", "d*/*")]
+    for values in ({"local_dir": str(folder)}, *several):
         with pytest.raises(
             ValueError, match=rf"^folder {folder}/de cannot be read \(Permission denied\); make it readable, or name"
         ):
             opened(cache, **values)
+
+
+@pytest.mark.parametrize(("name", "content"), [("README.md", "---\nconfigs:\n- 5\n---\n"), ("a.h5", "no HDF5")])
+def test_what_the_library_fails_over_is_one_line(tmp_path, cache, name, content):
+    """With a TypeError, with a module that is not installed."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_text(content)
+    with pytest.raises(ValueError, match=r"set cannot be read \(.*\); correct the folder, data.config or data.split$"):
+        opened(cache, local_dir=str(tmp_path / "set"))
 
 
 def test_a_file_that_cannot_be_hashed_is_named(folder, cache, monkeypatch):

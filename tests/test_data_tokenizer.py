@@ -182,6 +182,18 @@ def test_tokens_of_sentencepiece_are_streamed_with_their_blanks_and_bytes(tmp_pa
     assert encoding.decode(whole_words(tokens, 3, encoding)) == " a"
 
 
+def test_what_a_tokenizer_fails_over_is_one_line(monkeypatch):
+    """GPT-2's pattern over a million blanks in a row."""
+    encoding = build_tokenizer("bytes")
+
+    def fails(text, **asked):
+        raise ValueError("Max stack size exceeded for backtracking")
+
+    monkeypatch.setattr(encoding, "encode_to_numpy", fails)
+    with pytest.raises(ValueError, match=r"^tokenizer=bytes fails over .*backtracking\); break up its longest runs of"):
+        list(tokenize([("a", True)], encoding, 1, Counts()))
+
+
 def test_gpt2_out_of_reach_is_one_line(monkeypatch):
     def unreachable(name):
         raise ConnectionError("no route")

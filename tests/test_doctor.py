@@ -242,8 +242,6 @@ CASES = [
     Case("no text", "data", "missing.txt does not exist", "give a path", ["data.files=missing.txt"]),
     Case("not UTF-8", "data", "is not UTF-8 (byte 0)", "iconv",
          setup=lambda place: (place.path / "corpus.txt").write_bytes(b"\xff\xfe" * 99)),
-    Case("text shorter than a window", "data", "longer than the validation split of a text of 100 bytes",
-         "data.seq_len=9 or less", setup=lambda place: (place.path / "corpus.txt").write_text("0123456789" * 10)),
     Case("tokens altered", "data", "train-00000.bin was altered", "delete", setup=altered_tokens),
     Case("cache below a file", "data", "data.cache_dir=", "data.cache_dir=FOLDER",
          setup=lambda place: (place.path / "cache").write_text("")),

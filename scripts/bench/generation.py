@@ -98,6 +98,8 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     peer = load_peer(model) if set(bench.which) & PEERS.keys() else None
     which = [name for name in bench.which if name == OURS or peer is not None]
     said = "Ours alone."
+    if not which:
+        raise ValueError(f"bench.which={bench.which} needs transformers; begin with `uv run --group hf`")
     if peer is not None:
         report.more = same_model(model, peer, prompts_of(bench, 4, min(64, bench.prompt_tokens)))
         said = TITLE.format_map(report.more)

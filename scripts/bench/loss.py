@@ -34,7 +34,8 @@ class LossBenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_out_of_range("", self, "tokens", "n_embd", "vocab_size", "exact_tokens", "chunk_tokens", "budget_ms")
+        sizes = "tokens", "n_embd", "vocab_size", "padded_vocab", "exact_tokens", "chunk_tokens", "budget_ms"
+        refuse_out_of_range("", self, *sizes)
         if self.padded_vocab < self.vocab_size:
             raise ValueError(f"padded_vocab={self.padded_vocab} must be at least vocab_size={self.vocab_size}")
 
