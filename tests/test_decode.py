@@ -1009,8 +1009,11 @@ def test_the_support_table_refuses():
     ):
         flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths, causal=False)
     q, keys, lengths = q.float(), keys.float(), lengths.expand(1)
-    with pytest.raises(ValueError, match="kvcache reads lengths, which tensors on meta have not"):
-        flash_attention_with_kvcache(q.to("meta"), keys.to("meta"), keys.to("meta"), cache_seqlens=lengths.to("meta"))
+    for gradients in (True, False):
+        on_meta = [x.to("meta") for x in (q, keys, keys)]
+        refused = pytest.raises(ValueError, match="kvcache reads lengths, which tensors on meta have not")
+        with torch.set_grad_enabled(gradients), refused:
+            flash_attention_with_kvcache(*on_meta, cache_seqlens=lengths.to("meta"))
     with pytest.raises(RuntimeError, match=r"attention over a cache is not for torch\.func"), torch.no_grad():
         torch.vmap(lambda q: flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths))(q[None])
 

@@ -556,6 +556,7 @@ def test_weights_are_refused(family, in_pytorch):
     ({"attention_mask": torch.ones(1, N, dtype=torch.bool)}, rf"reached a layer with shape \(1, 21\) .*{SDPA}"),
     ({"attention_mask": torch.ones(1, 1, N, N, dtype=torch.int32)}, rf"with shape \(1, 1, 21, 21\) .*{SDPA}"),
     ({"attention_mask": torch.ones(3, 1, 2, N, dtype=torch.int32)}, rf"with shape \(3, 1, 2, 21\) .*{SDPA}"),
+    ({"attention_mask": torch.ones(4, N, dtype=torch.int32)}, rf"with shape \(4, 21\) .*{SDPA}"),
     ({"cache": object()}, rf"a paged cache \(continuous batching\) .*{SDPA}"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_compute_is_refused(given, match):

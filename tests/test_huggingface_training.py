@@ -229,6 +229,13 @@ def resolved(folder, attention, document_mask=False, **changed):
     return resolve_model(config, "cpu", torch.float32, document_mask=document_mask)[0]
 
 
+def test_packed_documents_off_a_cpu_and_without_flash_are_refused_with_what_helps(folder):
+    """Two refusals named each other's remedy."""
+    config = GPTConfig(name=str(folder), loss="plain")
+    with pytest.raises(ValueError, match=r"documents apart in some models only; use data.document_mask=false$"):
+        resolve_model(config, "mps", torch.float32, document_mask=True)
+
+
 def test_a_text_goes_on_under_autocast(folder):
     """As samples of a run in 16 bits do: RoPE's float32 keys lie in the cache beside values of 16 bits."""
     model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu").eval()

@@ -294,6 +294,13 @@ def test_loss_under_bf16_autocast_is_fp32_and_close():
     torch.testing.assert_close(loss, model(tokens, targets), rtol=1e-2, atol=0)
 
 
+def test_float64_keeps_its_dtype_under_autocast():
+    """PyTorch casts no float64; the cache was in bfloat16."""
+    model = small_gpt().double()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.make_cache(1).keys.dtype == torch.float64
+
+
 def test_qk_gain_multiplies_the_scores():
     model = small_gpt(qk_norm=True, qk_gain=1.7)
     tokens, _ = batch()
@@ -531,6 +538,7 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
         ({"rope_base": 0.0}, "model.rope_base=0.0 must be a number above 1"),
         ({"qk_norm": True, "qk_gain": 0.0}, "model.qk_gain=0.0 must be from 1e-20 to 1e20; 1 leaves scores"),
         ({"qk_norm": True, "qk_gain": math.inf}, "model.qk_gain=inf must be from 1e-20 to 1e20"),
+        ({"qk_norm": True, "qk_gain": 1e-40}, "model.qk_gain=1e-40 must be from 1e-20 to 1e20"),
         ({"qk_gain": 1.5}, "model.qk_gain=1.5 needs model.qk_norm=true; set that, or use model.qk_gain=1"),
         ({"mlp": "silu"}, "model.mlp=silu is unknown; use one of gelu, swiglu, relu2"),
         ({"attention": "fa2"}, "model.attention=fa2 is unknown; use one of auto, flash, naive, tiled, sdpa"),

@@ -193,6 +193,7 @@ MASKS = ({"mask": "prefix:3", "window": 4}, {"mask": "bigbird:2", "window": 3}, 
         ("prefix:3", None, {1: [0, 1, 2], 5: [0, 1, 2, 3, 4, 5]}),
         ("bigbird:2", 3, {1: [0, 1], 20: [0, 1, 18, 19, 20]}),
         ("dilated:3", 5, {1: [1], 20: [8, 11, 14, 17, 20]}),
+        (f"dilated:{2**30}", None, {20: [20]}),
     ],
 )
 def test_a_mask_shows_the_tokens_that_its_name_says(mask, window, seen):
