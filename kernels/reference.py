@@ -30,8 +30,18 @@ def naive_attention(
     return (o, lse) if return_lse else o
 
 
-# of packed documents: shapes, options and errors as in `flash_attention_varlen`
-naive_attention_varlen = partial(call_packed, naive_attention)
+def naive_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`naive_attention` of packed documents: shapes, options and errors as in `flash_attention_varlen`."""
+    return call_packed(naive_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
 
 
 def by_documents(

@@ -6,7 +6,6 @@ It has the kernels' rounding points and their order of options: soft-cap, ALiBi,
 import itertools
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,8 +41,18 @@ def tiled_attention(
     return (o, lse) if return_lse else o
 
 
-# of packed documents: shapes, options and errors as in `flash_attention_varlen`
-tiled_attention_varlen = partial(call_packed, tiled_attention)
+def tiled_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`tiled_attention` of packed documents: shapes, options and errors as in `flash_attention_varlen`."""
+    return call_packed(tiled_attention, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
 
 
 def _tiled(block_q: int, block_k: int):

@@ -536,6 +536,9 @@ def test_a_last_step_that_was_moved_and_linked_has_the_runs_best(copied, tmp_pat
     last, loss = (copied / "checkpoints" / "last").resolve(), losses(copied)[12]
     shutil.move(last, tmp_path / "archive")
     last.symlink_to(tmp_path / "archive")
+    for link in (copied / "checkpoints" / "last", copied / "checkpoints" / "best"):
+        link.unlink()
+        link.symlink_to(last)  # absolute, as a user makes them
     back_to(copied, None, f"resume={copied}", "train.keep_last=1", "train.steps=16")
     assert best(copied) == (12, loss)
 

@@ -263,8 +263,8 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
         return newest
     if found := sorted(path.glob("*/checkpoints")) or sorted(path.glob("*/*/checkpoints")):
         raise ValueError(f"{path} is a folder of runs; give one of them, such as {found[-1].parent}")
-    if path.name in LINKS:  # of a run under way it may point to another one meanwhile
-        path = path.parent / (_named_by(path) or path.name)
+    if path.name in LINKS and path.is_symlink():  # of a run under way it may point to another one meanwhile
+        path = path.parent / os.readlink(path)
     path = Path(os.path.abspath(path))
     folder = path.parent.resolve() / path.name  # a step that was moved and linked is still its run's
     for file in (*FILES, MANIFEST):
@@ -344,7 +344,7 @@ def _last_save(folder: Path) -> int:
 
 def _named_by(link: Path) -> str:
     """The name of the checkpoint that `link` points to, which may be a link itself; empty if there is no link."""
-    return os.readlink(link) if link.is_symlink() else ""
+    return Path(os.readlink(link)).name if link.is_symlink() else ""
 
 
 def _step(path: Path) -> int:

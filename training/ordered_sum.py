@@ -45,13 +45,18 @@ def reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
         return
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
-    own.copy_(tree_sum(list(received.view(-1, own.numel()).unbind())))
+    tree_sum(list(received.view(-1, own.numel()).unbind()), out=own)
 
 
-def tree_sum(rows: list[Tensor]) -> Tensor:
-    """The sum of `rows` in the order of `gradient_sum.sums_completed`, in the memory of the first; changes others."""
+def tree_sum(rows: list[Tensor], out: Tensor) -> None:
+    """Write to `out` the sum of two `rows` or more, in the order of `gradient_sum.sums_completed`; overwrites some."""
     first = -(-len(rows) // 2)
-    return rows[0] if first == len(rows) else tree_sum(rows[:first]).add_(tree_sum(rows[first:]))
+    torch.add(_tree(rows[:first]), _tree(rows[first:]), out=out)
+
+
+def _tree(rows: list[Tensor]) -> Tensor:
+    first = -(-len(rows) // 2)
+    return rows[0] if first == len(rows) else _tree(rows[:first]).add_(_tree(rows[first:]))
 
 
 def cut(terms: list[Tensor], size: int) -> list[list[Tensor]]:
