@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 # group -> its files: what NAME can be in group=NAME
@@ -23,6 +24,20 @@ TYPED = (
     "  -m key=a,b           one run for each value; there a comma separates values",
     "  --cfg job            print the configuration of a new run, and end",
 )
+
+
+def files_of(group: str, choice: object) -> list[Path]:
+    """The files that `group`=`choice` may be: ours and those of --config-dir."""
+    sources = HydraConfig.get().runtime.config_sources
+    folders = (Path(__file__).parent, *(Path(source.path) for source in sources if source.schema == "file"))
+    places = (folder / group / f"{choice}.yaml" for folder in folders)
+    return list({file.resolve(): file for file in places if file.is_file()}.values())
+
+
+def package_of(file: Path, group: str) -> str:
+    """The key below which the values of a group's file are; empty for the top."""
+    first_line = file.read_text(encoding="utf-8").partition("\n")[0]
+    return "" if "@package _global_" in first_line else group
 
 
 @dataclass(frozen=True)

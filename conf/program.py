@@ -42,7 +42,7 @@ from conf.folders import (
     resumed_run,
 )
 from conf.interrupt import raise_again
-from conf.keys import help_page, known_keys
+from conf.keys import files_of, help_page, known_keys, package_of
 from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system, refuse_several
 from training.lock import InUse, holder
 
@@ -368,22 +368,17 @@ def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
     resumed: the settings of a resumed run, which may have the value; only the files of groups that were typed are then
         checked, except an experiment's.
     """
-    hydra_config = HydraConfig.get()
-    typed = set(map(key_of, _as_given()))
-    folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
-    groups = [group for group in hydra_config.runtime.choices if resumed is None or group in typed - {"experiment"}]
+    choices, typed = HydraConfig.get().runtime.choices, set(map(key_of, _as_given()))
+    groups = [group for group in choices if resumed is None or group in typed - {"experiment"}]
     for group in groups:
-        name = hydra_config.runtime.choices[group]
-        places = (folder / group / f"{name}.yaml" for folder in (Path(__file__).parent, *folders))
-        found = list({file.resolve(): file for file in places if file.is_file()}.values())
+        name = choices[group]
+        found = files_of(group, name)
         if len(found) > 1:
             raise ValueError(f"{group}={name} is {found[0]}, and {found[1]} would be ignored; give yours another name")
         if not found:
             continue
         (file,) = found
-        first_line = file.read_text(encoding="utf-8").partition("\n")[0]
-        package = "" if "@package _global_" in first_line else group
-        for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
+        for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package_of(file, group)):
             if key not in typed and (resumed is None or OmegaConf.select(resumed, key) is None):
                 raise ValueError(no_value(key, f"{group}={name}"))
 

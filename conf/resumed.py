@@ -8,8 +8,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from conf.arguments import literal
+from conf.keys import files_of, package_of
 from training.checkpoint import META, open_checkpoint
-from training.comparison import forked_from
+from training.comparison import flat, forked_from
 from training.resume import MAY_CHANGE, earlier_settings, settings_as_asked
 
 
@@ -68,14 +69,17 @@ def _apply_values(cfg: DictConfig, values: dict[str, Any], known: set[str]) -> N
 
 
 def _is_chosen(cfg: DictConfig, group: str, choice: object) -> bool:
-    """Whether `cfg` already has that choice of a group: its file's source, name and config, else all of it but ???."""
-    file = Path(__file__).parent / group / f"{choice}.yaml"
-    if "." in group or not file.is_file():
+    """Whether `cfg` already has that choice of a group: its file's source, name and config, else all of it, and any
+    value for a ???."""
+    if "." in group or not (files := files_of(group, choice)):
         return False
-    of_file = OmegaConf.load(file).items_ex(resolve=False)
-    chosen = {key: value for key, value in of_file if value != "???" and "$" not in str(value)}
-    names = {key: chosen[key] for key in ("source", "name", "config") if key in chosen} or chosen
-    return bool(names) and all(OmegaConf.select(cfg, f"{group}.{key}") == value for key, value in names.items())
+    values, package = OmegaConf.to_container(OmegaConf.load(files[0])), package_of(files[0], group)
+    values = flat(values, f"{package}." if package else "")
+    asked = [key for key, value in values.items() if value == "???"]
+    chosen = {key: value for key, value in values.items() if key not in asked and "$" not in str(value)}
+    names = {key: chosen[key] for key in (f"{group}.{name}" for name in ("source", "name", "config")) if key in chosen}
+    same = all(OmegaConf.select(cfg, key) == value for key, value in (names or chosen).items())
+    return bool(values) and same and all(OmegaConf.select(cfg, key) is not None for key in asked)
 
 
 def _apply_overrides(cfg: DictConfig, composed: DictConfig, overrides: list[Override]) -> None:

@@ -26,8 +26,12 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import settings
 
 from kernels.device import HAS_TRITON
+
+settings.register_profile("no deadline", deadline=None)  # Hypothesis' own is 200 ms, which a busy machine may take
+settings.load_profile("no deadline")
 
 if not HAS_TRITON:
     sys.exit("error: the tests run kernels, and Triton is not installed, which is made for Linux; run them there")

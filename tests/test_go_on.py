@@ -148,6 +148,15 @@ def test_the_command_line_changes_on_top(here, train):
     assert json.loads((the_run() / "summary.json").read_text())["steps"] == 7
 
 
+def test_a_group_of_ones_own_that_is_typed_again_changes_nothing(here, train):
+    Path("own/model").mkdir(parents=True)
+    Path("own/model/mine.yaml").write_text("rope_base: 5000\n")
+    mine = "--config-dir=own", "model=mine"
+    assert train(*OWN, *mine, "train.max_hours=1e-9").code == 75
+    again = train("resume=auto", "name=mine", *mine, "train.max_hours=1")
+    assert (changes(again.out), again.error) == (["train.max_hours 1e-9 -> 1"], "")
+
+
 def test_another_text_is_refused_unless_it_is_named(here, train):
     run = train(*OWN, "train.max_hours=1e-9")
     assert run.code == 75

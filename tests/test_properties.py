@@ -12,7 +12,7 @@ from kernels import flash_attention, flash_attention_varlen, tiled_attention, ti
 from tests.attention_checks import compare_with_oracle, make_packed, make_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+SETTINGS = {"derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
 
 bounds = st.integers(-1, 40)
 

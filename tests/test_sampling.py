@@ -227,7 +227,7 @@ def seeded(seed: int, rows: int = 1) -> torch.Tensor:
 logit_rows = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(logit_rows, st.integers(1, 25), st.floats(0.01, 1.0), st.floats(0.1, 3.0), st.integers(0, 2**31))
 def test_only_the_nucleus_of_the_top_k_is_drawn(values, top_k, top_p, temperature, seed):
     logits = torch.tensor(values)
@@ -247,7 +247,7 @@ def test_only_the_nucleus_of_the_top_k_is_drawn(values, top_k, top_p, temperatur
     assert drawn <= kept
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(logit_rows, st.integers(0, 2**31))
 def test_extreme_options_are_greedy(values, seed):
     logits = torch.tensor(values)[None]
@@ -302,7 +302,7 @@ def test_temperature_sharpens_and_flattens():
         assert abs(share - torch.tensor(1 / temperature).sigmoid()) < 0.015
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from([-2.5, -0.0, 0.0, 1e-40, 1.5, 3.0]), min_size=2, max_size=30), st.integers(1, 30))
 def test_equal_logits_come_in_the_order_of_their_ids(values, count):
     """On every device: a top-k of its own choice among equals would give other texts."""

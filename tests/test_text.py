@@ -90,7 +90,7 @@ def test_a_prompt_arrives_as_typed(text):
     assert settings.prompt == text
 
 
-@times(max_examples=25, deadline=None)
+@times(max_examples=25)
 @given(st.text(st.sampled_from("ab \\'\"${}[](),:=~\n日") | st.characters(exclude_categories=["Cs"], min_codepoint=1)))
 def test_any_text_arrives_as_typed(text):
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
