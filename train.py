@@ -48,7 +48,7 @@ from training.provenance import provenance
 from training.random_states import seed_everything
 from training.rendezvous import this_world
 from training.run import Run, resolve
-from training.saver import Saver, ShardSender
+from training.saver import saver_of
 from training.shard import parallelize
 from training.speed import Speed
 from training.step import Step
@@ -112,8 +112,7 @@ def run(
     # --- what the run writes: the log, the description, checkpoints
     description = chosen.description | {"provenance": provenance()}
     log = on_first(RunLog)(run_dir, settings, chosen.wandb, description, resumed)
-    keep = config.keep_last, config.keep_every
-    saver = Saver(run_dir / "checkpoints", *keep, log.say, world) if world.is_first else ShardSender(world)
+    saver = saver_of(run_dir / "checkpoints", config, log.say, world)
     log.describe(dataset.manifest, evaluation.protocol)
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
@@ -123,9 +122,7 @@ def run(
         config.on_nonfinite, run_dir, model, optimizer, hardware, check, saver, description, log.say, resumed
     )
 
-    speed = Speed(
-        model, hardware, config.batch_tokens, first_step, began - (resumed.meta["seconds"] if resumed else 0.0)
-    )
+    speed = Speed(model, hardware, config.batch_tokens, first_step, began - chosen.seconds_before)
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)

@@ -125,6 +125,11 @@ class Run:
         """Steps done before this start: the resumed checkpoint's, or 0."""
         return self.resumed.step if self.resumed else 0
 
+    @property
+    def seconds_before(self) -> float:
+        """Seconds that the run took up to that step, in earlier processes."""
+        return self.resumed.meta["seconds"] if self.resumed else 0.0
+
     def build_model(self) -> nn.Module:
         """The network, with initial weights from PyTorch's random stream."""
         how = {"device": self.hardware.device, "document_mask": self.settings["data"]["document_mask"]}

@@ -151,3 +151,10 @@ class ShardSender(NullObject):
         with self._world.communicating():
             for value in tree_leaves((checkpoints.weights_of(model), state)):  # in the order of `Saver`
                 full_tensor(value)
+
+
+def saver_of(folder: Path, config: Any, say: Callable[[str], None], world: World) -> Saver | ShardSender:
+    """What saves a run with `config` (TrainConfig): a `Saver` in the first process, a `ShardSender` in the others."""
+    if world.is_first:
+        return Saver(folder, config.keep_last, config.keep_every, say, world)
+    return ShardSender(world)
