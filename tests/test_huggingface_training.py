@@ -8,6 +8,8 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
@@ -146,14 +148,16 @@ def test_a_folder_that_was_moved_or_changed(tmp_path, capsys):
     assert torch.equal(found, logits)
 
 
-def test_a_run_that_begins_with_their_weights_has_adamw(folders, tmp_path):
+def test_a_run_that_begins_with_their_weights_has_adamw(folders, tmp_path, monkeypatch):
     """The quickstart, which the command line asks for where it names no experiment, has Muon."""
     train(run_settings(folders["GPT2"], tmp_path, "model.attention=sdpa", "train.steps=1"), tmp_path / "theirs")
     begun = f"init_from={tmp_path}/theirs"
 
     def found(*typed):
         with initialize_config_module("conf", version_base="1.3"):
-            cfg = compose("config", overrides=["experiment=quickstart", begun, *typed])
+            cfg = compose("config", overrides=["experiment=quickstart", begun, *typed], return_hydra_config=True)
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)  # as @hydra.main does
+        cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
         cfg = with_earlier_settings(cfg, [begun, *typed], tmp_path / "tuned", set(known_keys(Settings)))
         return settings_from(cfg, Settings)
 
