@@ -23,7 +23,7 @@ import pickle
 import re
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,21 @@ from safetensors.torch import load_file
 from torch import nn
 
 from data.shards import flush
-from training.checkpoint_files import fingerprint, read_json, use_its_commit, write_json, write_state, write_weights
+from training.checkpoint_files import (
+    STATE,
+    Form,
+    fingerprint,
+    read_json,
+    require,
+    use_its_commit,
+    write_json,
+    write_state,
+    write_weights,
+)
 from training.shard import local_shard, shard_of
 
 FORMAT = 2
-WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
+WEIGHTS, META, MANIFEST = "model.safetensors", "checkpoint.json", "manifest.json"
 FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
 WENT_BACK = "went_back.json"
@@ -46,8 +56,6 @@ VISIBLE = re.compile(r"step_[0-9]{6,}")
 LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed|\.replaced)?\.[0-9]+")  # as `_hidden` makes them
 # what torch.load raises for a file that is not an archive of torch.save
 _STRANGE = (RuntimeError, EOFError, LookupError, TypeError, ValueError, AssertionError, AttributeError, struct.error)
-# required keys of a mapping, each with the type, or the form, of its value; numbers are counts, times and losses
-Form = Mapping[str, Any]
 
 
 @dataclass
@@ -61,6 +69,10 @@ class Checkpoint:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.meta["step"]
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether it is one of those in `folder`, a run's own."""
+        return self.path.parent == folder.resolve()
 
     def load_weights(self, model: nn.Module) -> None:
         """Copy the weights into `model`, on its device; ValueError names a tensor that does not fit."""
@@ -111,23 +123,9 @@ class Checkpoint:
             self.require({"theirs": {}}, self.meta, META)
         return self.meta.get("theirs")
 
-    def require(self, form: Form, values: Any, file: str, place: str = "") -> None:
+    def require(self, form: Form, values: Any, file: str) -> None:
         """Raise ValueError for the first key of `form` that `values`, from `file`, lacks or has in another type."""
-        for key, expected in form.items():
-            name = f"{place}{key}"
-            if not isinstance(values, Mapping) or key not in values:
-                raise ValueError(f"checkpoint {self.path}: {file} has no {name}; use another checkpoint")
-            value, nested, kind = values[key], isinstance(expected, Mapping), f"a {type(values[key]).__name__}"
-            wrong = not isinstance(value, Mapping if nested else expected)
-            wrong |= isinstance(value, bool) and expected is not bool
-            # only the best loss may be infinite, before there was one
-            number = not wrong and isinstance(value, int | float)
-            if number and not (0 <= value < 2**63 or (value == math.inf and file == STATE)):
-                wrong, kind = True, "a number past 2^63" if abs(value) >= 2**63 else f"{value}"
-            if wrong:
-                raise ValueError(f"checkpoint {self.path}: {file} has {kind} as its {name}; use another checkpoint")
-            if nested:
-                self.require(expected, value, file, f"{name}.")
+        require(self.path, form, values, file)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -204,7 +202,7 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
 def go_back(folder: Path, checkpoint: Checkpoint) -> None:
     """Record that a run goes on from its own `checkpoint`: later saves are of a branch that it leaves, and `last` and
     `best` become what they were at that save, or no `best` where that is gone."""
-    if checkpoint.path.parent != folder.resolve():
+    if not checkpoint.is_in(folder):
         return
     here, last = checkpoint.meta["save"], _last_save(folder)
     to, since = _left_behind(folder)
@@ -223,8 +221,8 @@ def go_back(folder: Path, checkpoint: Checkpoint) -> None:
 
 def best_of(checkpoint: Checkpoint) -> Path | None:
     """The best checkpoint beside this one when this one was saved; None where it is gone."""
-    beside, number = _newest_first(checkpoint.path.parent), checkpoint.meta.get("best_save")
-    return next((path for path in beside if _save_number(path) == number), None)
+    beside, number = _saves(checkpoint.path.parent), checkpoint.meta.get("best_save")
+    return next((path for path, save in beside.items() if save == number), None)
 
 
 def _left_behind(folder: Path) -> tuple[int, int]:
@@ -238,7 +236,7 @@ def _left_behind(folder: Path) -> tuple[int, int]:
 
 def prune(folder: Path, *, keep_last: int, keep_every: int) -> None:
     """Delete all but the newest `keep_last`, the best, and steps that are multiples of `keep_every` (0: none)."""
-    newest_first = _newest_first(folder)
+    newest_first = list(_saves(folder))
     kept = {path.name for path in newest_first[:keep_last]}
     kept |= {_named_by(folder / name) for name in LINKS}
     for path in newest_first:
@@ -302,7 +300,7 @@ def newest_complete(
     `report` is called for each damaged one that is passed over. Those after `last_step` do not count; those of a
     branch that the run has left count only if there is no other.
     """
-    for path in _newest_first(folder):
+    for path in _saves(folder):
         if last_step is not None and _step(path) > last_step:
             continue
         try:
@@ -315,9 +313,9 @@ def newest_complete(
     return None
 
 
-def _newest_first(folder: Path) -> list[Path]:
-    """Visible checkpoints, the last save first, those of a branch that the run has left at the end; an unreadable one
-    counts as newest, so that it is reported."""
+def _saves(folder: Path) -> dict[Path, float]:
+    """Visible checkpoints with their saves' numbers, the last save first, those of a branch that the run has left at
+    the end; an unreadable one's number is infinite, so that it is reported."""
     found = [path for path in folder.glob("step_*") if VISIBLE.fullmatch(path.name) and path.is_dir()]
     # left by a kill while a step was saved again: `prepare`, which runs later, restores its name
     for path in folder.glob(".step_*.replaced.*"):
@@ -325,7 +323,10 @@ def _newest_first(folder: Path) -> list[Path]:
             found.append(path)
     to, since = _left_behind(folder)
     saves = {path: math.inf if (save := _save_number(path)) is None else save for path in found}
-    return sorted(found, key=lambda path: (not to < saves[path] <= since, saves[path], _step(path)), reverse=True)
+    newest_first = sorted(
+        saves, key=lambda path: (not to < saves[path] <= since, saves[path], _step(path)), reverse=True
+    )
+    return {path: saves[path] for path in newest_first}
 
 
 def _save_number(path: Path) -> int | None:
@@ -339,7 +340,7 @@ def _save_number(path: Path) -> int | None:
 
 def _last_save(folder: Path) -> int:
     """The highest save number in `folder`; 0 if there is none."""
-    return max(filter(None, map(_save_number, _newest_first(folder))), default=0)
+    return max((save for save in _saves(folder).values() if save < math.inf), default=0)
 
 
 def _named_by(link: Path) -> str:

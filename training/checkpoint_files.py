@@ -2,10 +2,11 @@
 
 import io
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from safetensors.torch import save_file
 
 from data.shards import file_sha256, flush
 
+STATE = "state.pt"
 DEEPEST = 16  # a description is nested four deep
+# required keys of a mapping, each with the type, or the form, of its value; numbers are counts, times and losses
+Form = Mapping[str, Any]
 
 
 def write_weights(weights: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
@@ -111,6 +115,26 @@ def _is_deep(value: Any) -> bool:
         level = [list(outer.values()) if isinstance(outer, dict) else outer for outer in level]
         level = [inner for outer in level if isinstance(outer, list) for inner in outer]
     return bool(level)
+
+
+def require(folder: Path, form: Form, values: Any, file: str, place: str = "") -> None:
+    """Raise ValueError for the first key of `form` that `values`, from `file` of the checkpoint `folder`, lacks or has
+    in another type; `place` is where in the file they are."""
+    for key, expected in form.items():
+        name = f"{place}{key}"
+        if not isinstance(values, Mapping) or key not in values:
+            raise ValueError(f"checkpoint {folder}: {file} has no {name}; use another checkpoint")
+        value, nested, kind = values[key], isinstance(expected, Mapping), f"a {type(values[key]).__name__}"
+        wrong = not isinstance(value, Mapping if nested else expected)
+        wrong |= isinstance(value, bool) and expected is not bool
+        # only the best loss may be infinite, before there was one
+        number = not wrong and isinstance(value, int | float)
+        if number and not (0 <= value < 2**63 or (value == math.inf and file == STATE)):
+            wrong, kind = True, "a number past 2^63" if abs(value) >= 2**63 else f"{value}"
+        if wrong:
+            raise ValueError(f"checkpoint {folder}: {file} has {kind} as its {name}; use another checkpoint")
+        if nested:
+            require(folder, expected, value, file, f"{name}.")
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False, markup=False, emoji=False)  # [key] and :key: in a sample are text
-        own = checkpoint is not None and checkpoint.path.parent == (run_dir / "checkpoints").resolve()
+        own = checkpoint is not None and checkpoint.is_in(run_dir / "checkpoints")
         expected = checkpoint.meta["metric_lines"] if own else None  # another run's counts the lines of another file
         # if it is not the same run, the folder's files are the user's own, or another run's
         unsaved = checkpoint is None or forked_from(run_dir) == description["settings"]["resume"]

@@ -254,7 +254,7 @@ def restore(
         raise
     except (ValueError, TypeError, LookupError, RuntimeError) as error:  # as PyTorch, NumPy and Python raise it
         raise ValueError(f"checkpoint {checkpoint.path}: {STATE} does not fit ({error}); use another") from error
-    own = checkpoint.path.parent == (run_dir / "checkpoints").resolve()
+    own = checkpoint.is_in(run_dir / "checkpoints")
     kept = own and ("best_save" not in checkpoint.meta or best_of(checkpoint))
     counts = kept and held_out(checkpoint.meta) == held_out(description)
     return state, state["best_loss"] if counts else math.inf
