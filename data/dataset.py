@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import tiktoken
 
 from data.config import DataConfig, expanded
-from data.shards import ShardWriter, TokenArray, flush, open_split, token_dtype, verify
+from data.shards import TokenArray, flush, open_split, token_dtype, verify, write_split
 from data.sources import Source, Stream, open_source
 from data.tokenize import Counts, tokenize
 from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_label, tokenizer_state
@@ -168,14 +169,12 @@ def _prepare(
         manifest = {"fingerprint": _fingerprint(identity, source.about), "identity": identity, "about": source.about}
         manifest |= {"tokenizer": tokenizer_state(encoding), "dtype": dtype.str, "splits": {}}
         for split, stream in splits.items():
-            began, counts, writer = time.perf_counter(), Counts(), ShardWriter(folder, split, dtype)
-            for tokens in tokenize(stream(), encoding, num_workers, counts):
-                writer.append(tokens)
-                if split == "train" and counts.tokens >= LOOKED_AT:
-                    _refuse_lossy(tokenizer, counts)
+            began, counts = time.perf_counter(), Counts()
+            pieces = tokenize(stream(), encoding, num_workers, counts)
             if split == "train":
-                _refuse_lossy(tokenizer, counts)
-            manifest["splits"][split] = asdict(counts) | {"shards": writer.close()}
+                pieces = _refusing_lossy(pieces, tokenizer, counts)
+            shards = write_split(folder, split, dtype, pieces)
+            manifest["splits"][split] = asdict(counts) | {"shards": shards}
             megabytes, seconds = counts.bytes / 1e6, time.perf_counter() - began
             said = f"{megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)"
             say(f"tokenized {split}: {said}" + f", {counts.unknown:,} tokens unknown" * bool(counts.unknown))
@@ -184,12 +183,15 @@ def _prepare(
         flush(folder / MANIFEST)
 
 
-def _refuse_lossy(tokenizer: str, counts: Counts) -> None:
-    if counts.unknown > MOST_UNKNOWN * counts.tokens:
-        raise ValueError(
-            f"tokenizer={tokenizer} has no token for much of the text: {counts.unknown:,} of {counts.tokens:,} stand "
-            "for text that is lost; use another, as bytes or gpt2"
-        )
+def _refusing_lossy(pieces: Iterator[np.ndarray], tokenizer: str, counts: Counts) -> Iterator[np.ndarray]:
+    """Yield the `pieces`, then an empty one; raise ValueError where too many of the `counts` so far are unknown."""
+    for tokens in chain(pieces, [np.empty(0, np.uint32)]):
+        if counts.unknown > MOST_UNKNOWN * counts.tokens and (counts.tokens >= LOOKED_AT or not len(tokens)):
+            raise ValueError(
+                f"tokenizer={tokenizer} has no token for much of the text: {counts.unknown:,} of {counts.tokens:,} "
+                "stand for text that is lost; use another, as bytes or gpt2"
+            )
+        yield tokens
 
 
 def _alphabet(stream: Stream) -> str:

@@ -7,7 +7,9 @@ would train a wrong model in silence.
 
 import hashlib
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,39 +52,23 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-class ShardWriter:
-    """Appends tokens of one split to shards in `folder`; `close` returns what the manifest keeps of them."""
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
-        self._folder, self._split, self._dtype = folder, split, dtype
-        self._shards: list[dict[str, Any]] = []
-        self._file = None
-
-    def append(self, tokens: np.ndarray) -> None:
-        while len(tokens):
-            if self._file is None:
-                name = f"{self._split}-{len(self._shards):05d}.bin"
-                self._file, self._hash, self._count = open(self._folder / name, "xb"), hashlib.sha256(), 0  # noqa: SIM115
-                self._shards.append({"file": name})
-            part, tokens = np.split(tokens, [SHARD_TOKENS - self._count])
-            raw = part.astype(self._dtype).tobytes()
-            self._file.write(raw)
-            self._hash.update(raw)
-            self._count += len(part)
-            if self._count == SHARD_TOKENS:
-                self._finish()
-
-    def close(self) -> list[dict[str, Any]]:
-        if self._file is not None:
-            self._finish()
-        return self._shards
-
-    def _finish(self) -> None:
-        self._shards[-1] |= {"tokens": self._count, "sha256": self._hash.hexdigest()}
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
+def write_split(folder: Path, split: str, dtype: np.dtype, pieces: Iterable[np.ndarray]) -> list[dict[str, Any]]:
+    """Write the tokens of one split to shards in `folder`; return what the manifest keeps of them."""
+    shards: list[dict[str, Any]] = []
+    with ExitStack() as written:
+        for tokens in pieces:
+            while len(tokens):
+                if not shards or shards[-1]["tokens"] == SHARD_TOKENS:
+                    written.close()
+                    shards.append({"file": f"{split}-{len(shards):05d}.bin", "tokens": 0})
+                    file = written.enter_context(open(folder / shards[-1]["file"], "xb"))
+                part, tokens = np.split(tokens, [SHARD_TOKENS - shards[-1]["tokens"]])
+                file.write(part.astype(dtype).tobytes())
+                shards[-1]["tokens"] += len(part)
+    for shard in shards:
+        flush(folder / shard["file"])
+        shard["sha256"] = file_sha256(folder / shard["file"])
+    return shards
 
 
 def open_split(folder: Path, shards: list[dict[str, Any]], dtype: np.dtype) -> TokenArray:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data import Prefetcher, TokenBatches, document_starts, fixed_windows
 from data.prefetch import LookaheadThread
-from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
+from data.shards import TokenArray, open_split, token_dtype, verify, write_split
 
 
 def tokens(count: int) -> np.ndarray:
@@ -138,10 +138,7 @@ def test_shards_hold_every_id(vocab_size, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr("data.shards.SHARD_TOKENS", 10)
     assert token_dtype(vocab_size) == np.dtype(dtype)
     ids = np.linspace(0, vocab_size - 1, 34).astype(np.uint32)
-    writer = ShardWriter(tmp_path, "train", token_dtype(vocab_size))
-    for part in np.split(ids, [1, 1, 25]):
-        writer.append(part)
-    shards = writer.close()
+    shards = write_split(tmp_path, "train", token_dtype(vocab_size), np.split(ids, [1, 1, 25]))
     assert [shard["tokens"] for shard in shards] == [10, 10, 10, 4]
     verify(tmp_path, shards, token_dtype(vocab_size))
     assert np.array_equal(open_split(tmp_path, shards, token_dtype(vocab_size))[:], ids)
