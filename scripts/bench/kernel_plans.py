@@ -7,7 +7,7 @@ lengths that are whole tiles ("even"), grouped queries, loads by pointers, float
 for V, ALiBi, sinks. The Hopper kernels are called with each option that they support.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -156,8 +156,8 @@ def skinny_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             rotary = (*torch.empty(2, 1024, 1, 64, device="meta"), 24)
             positions = torch.empty(rows, dtype=torch.int32, device="meta")
         x, weight = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (rows, weights))
-        with recorded() as launches:
-            launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None, rotary, positions, None)
+        eps = 1e-6 if width == 768 else None
+        launches = launches_of(launch_skinny_linear, x, weight, eps, activation, None, rotary, positions, None)
         launches = [launch._replace(constants=launch.constants | {"EARLY": arch >= 90}) for launch in launches]
         yield (f"{outputs} outputs", f"{rows} rows", *([word] if word else [])), launches
 
@@ -169,12 +169,9 @@ def draw_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             torch.empty(shape, dtype=kind, device="meta")
             for shape, kind in (((64, 50304), DTYPES[dtype]), ((64,), torch.float64), ((64,), torch.int64))
         )
-        with recorded() as launches:
-            launch_draw_tokens(logits, uniform, 0.8, top_k, top_p, out)
-        yield (dtype, f"top_k {top_k}", *(["top_p"] if top_p else [])), launches
-        with recorded() as launches:
-            launch_draw_tokens(logits, None, 0.0, None, None, out)
-        yield (dtype, "greedy"), launches
+        words = dtype, f"top_k {top_k}", *(["top_p"] if top_p else [])
+        yield words, launches_of(launch_draw_tokens, logits, uniform, 0.8, top_k, top_p, out)
+        yield (dtype, "greedy"), launches_of(launch_draw_tokens, logits, None, 0.0, None, None, out)
 
 
 def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
@@ -184,23 +181,23 @@ def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     calls += [(head_dim, "fp16", "causal", ()) for head_dim in (64, 128, 256)]
     calls += [(head_dim, "bf16", "full", words) for head_dim in (64, 128) for words in (*BLOCK_MASKS, *ALIBI)]
     for (head_dim, dtype, mask, words), tokens in product(calls, (1024, 2048, 4096, 8192, 16384)):
-        with recorded() as launches:
-            launch_hopper_fwd(*call(head_dim, dtype, mask, words, tokens))
-        yield (dtype, mask, *words), launches
-    for head_dim, dtype, mask in product((64, 128), ("bf16", "fp16"), ("causal", "full")):
-        with recorded() as launches:
-            _launch_hopper_bwd(*call(head_dim, dtype, mask))
-        yield (dtype, mask), launches
-    calls = [*product((64, 128), ("causal", "full", "window"), options)]
-    calls += [*product((64, 128), ("full",), BLOCK_MASKS + ALIBI), *product((64, 128), ("causal",), ALIBI)]
-    for head_dim, mask, words in calls:
-        with recorded() as launches:
-            _launch_hopper_bwd(*call(head_dim, "bf16", mask, words))
-        yield ("bf16", mask, *words), launches
+        yield (dtype, mask, *words), launches_of(launch_hopper_fwd, *call(head_dim, dtype, mask, words, tokens))
+    calls = [*product((64, 128), ("bf16", "fp16"), ("causal", "full"), ((),))]
+    calls += product((64, 128), ("bf16",), ("causal", "full", "window"), options)
+    calls += product((64, 128), ("bf16",), ("full",), BLOCK_MASKS + ALIBI)
+    calls += product((64, 128), ("bf16",), ("causal",), ALIBI)
+    for head_dim, dtype, mask, words in calls:
+        yield (dtype, mask, *words), launches_of(_launch_hopper_bwd, *call(head_dim, dtype, mask, words))
 
 
 def _launch_hopper_bwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
     launch_hopper_bwd(q, None, q, k, v, q, q.new_empty(q.shape[:3], dtype=torch.float32), options)
+
+
+def launches_of(launch: Callable[..., object], *arguments: object) -> list[Launch]:
+    with recorded() as launches:
+        launch(*arguments)
+    return launches
 
 
 def call(
