@@ -84,7 +84,7 @@ class StepProfiler:
 
     def __init__(self, folder: Path, hardware: Hardware, console: Console):
         self.folder, self._hardware, self._console = folder, hardware, console
-        self._steps_done, self._written = 0, False
+        self._steps_done = 0
         on_cuda = hardware.device.type == "cuda"
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
@@ -105,28 +105,22 @@ class StepProfiler:
         self._steps_done += 1
         if self._steps_done == SKIPPED_STEPS + WARMUP_STEPS:
             self._hardware.synchronize()  # or kernels of earlier steps would still be running when recording begins
-        already = self._written
         self._profile.step()
-        return self._written and not already
+        return self._steps_done == STEPS_NEEDED
 
     def _write(self, recorded: profile) -> None:
-        self._written = True
+        path = self.folder / "trace.json.gz"
         try:
-            self._report(recorded)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
+            found = read_trace(path)
+            report = {"provenance": provenance(), "hardware": self._hardware.description, **asdict(found)}
+            (self.folder / "profile.json").write_text(json.dumps(report, indent=2) + "\n")
         except (OSError, ValueError) as error:  # a full disk, or a driver that forbids profiling
             self._console.print(f"not profiled: {self.folder}: {error}; the run goes on", soft_wrap=True)
-
-    def _report(self, recorded: profile) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "trace.json.gz"
-        recorded.export_chrome_trace(str(path))
-        found = read_trace(path)
-        report = {"provenance": provenance(), "hardware": self._hardware.description, **asdict(found)}
-        (self.folder / "profile.json").write_text(json.dumps(report, indent=2) + "\n")
-        for part in found.tables():
-            self._console.print(part)
-        where = f"the whole trace: {path} (open it at https://ui.perfetto.dev)"
-        self._console.print(where, soft_wrap=True)
+            return
+        self._console.print(*found.tables())
+        self._console.print(f"the whole trace: {path} (open it at https://ui.perfetto.dev)", soft_wrap=True)
 
 
 # --- reading the trace
