@@ -470,8 +470,7 @@ def test_bad_steps_in_a_row_are_counted_from_the_last_good_one():
             watching.go_on()
         counts.append((watching.in_a_row, watching.bad_steps))
     assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
-    resumed = bad_steps.NumberCheck(optimizer, cpu, lambda line: None)
-    resumed.load_state_dict(watching.state_dict())
+    resumed = bad_steps.NumberCheck(optimizer, cpu, lambda line: None, watching.state_dict())
     assert resumed.state_dict() == watching.state_dict()
 
 

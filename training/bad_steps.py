@@ -86,7 +86,8 @@ class NumberCheck:
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._before = random_states(self._device)
         if state:
-            self.load_state_dict(state)
+            self.spikes, self.bad_steps, self.in_a_row = (state[key] for key in ("spikes", "bad_steps", "in_a_row"))
+            self._losses.extend(state["losses"])
 
     def bad_step(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
         """Record `step` (from 1), check the steps whose numbers are due, with `wait` all of them; return the first that
@@ -145,10 +146,6 @@ class NumberCheck:
     def state_dict(self) -> dict[str, Any]:
         counts = {"spikes": self.spikes, "bad_steps": self.bad_steps, "in_a_row": self.in_a_row}
         return counts | {"losses": list(self._losses)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.spikes, self.bad_steps, self.in_a_row = (state[key] for key in ("spikes", "bad_steps", "in_a_row"))
-        self._losses.extend(state["losses"])
 
 
 class FirstBad:
