@@ -81,22 +81,17 @@ def find(patterns: list[str]) -> list[Path]:
             found = "matches no file" if glob.has_magic(pattern) else "does not exist"
             raise ValueError(f"data.files={pattern} {found}; give a path from {Path.cwd()}{several}")
         paths += matches
-    places: dict[tuple[int, int], Path] = {}
-    for path in paths:
-        there = path.stat()  # a link is the same file
-        other = places.setdefault((there.st_dev, there.st_ino), path)
-        if other is not path:  # what is held out at its end would be trained on
-            twice = f"{path} twice" if other == path else f"one file twice, as {other} and {path}"
-            raise ValueError(f"data.files names {twice}; name it once")
     return paths
 
 
 def refuse_copies(files: list[TextFile]) -> None:
-    """Refuse copies, as `find` does links: what is held out at the end of one would be trained on in the other."""
-    first: dict[str, Path] = {}
+    """Refuse a file that comes twice, links and copies too: what is held out of one would be trained on in another."""
+    first: dict[str, TextFile] = {}
     for file in files:
-        if (other := first.setdefault(file.sha256, file.path)) != file.path:
-            raise ValueError(f"data.files names one text twice, as {other} and {file.path}; name it once")
+        if (other := first.setdefault(file.sha256, file)) is not file:
+            one, path = other.path, file.path
+            both = f"one {'file' if one.samefile(path) else 'text'} twice, as {one} and {path}"
+            raise ValueError(f"data.files names {f'{path} twice' if one == path else both}; name it once")
 
 
 def inspect(paths: list[Path]) -> list[TextFile]:
