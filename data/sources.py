@@ -25,11 +25,8 @@ Stream = Callable[[], Iterator[Fragment]]
 
 # how WikiText's rows are usually read: the fingerprint leaves this out, as that of the first releases did
 WIKITEXT_READ = {"splits": ["train", "validation", None], "text_field": "text"}
-AS_THEY_LIE = {  # values that keys may have where WikiText's own files are read, which no key cuts or chooses
-    "split": ("train",), "validation_split": ("validation", None), "text_field": (DataConfig.text_field,),
-    "streaming": (DataConfig.streaming,),
-    "validation_fraction": (DataConfig.validation_fraction,),
-}  # fmt: skip
+# keys that cut or choose; WikiText's own files are read as they lie, so each has its default there
+CHOOSING = ("split", "validation_split", "text_field", "streaming", "validation_fraction")
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,9 @@ def _hub(data: DataConfig) -> Source:
     if not folder and Path(data.name).is_dir():  # `datasets` would read it
         raise ValueError(f"data.name={data.name} is a folder in {Path.cwd()}; use data.local_dir={data.name}")
     if folder and data.documents == "wikitext" and (found := wikitext.find(folder)):
-        for key, read in AS_THEY_LIE.items():
-            if (value := getattr(data, key)) not in read:
+        for key in CHOOSING:
+            value = getattr(data, key)
+            if value != getattr(DataConfig, key) and (key, value) != ("validation_split", "validation"):
                 raise ValueError(
                     f"data.{key}={value} is not for data.local_dir={folder}, which holds WikiText's own files: train "
                     "and validation as they lie; leave it out"
