@@ -97,29 +97,41 @@ class StepMessages:
         return lines
 
 
+class Mark:
+    """A moment in the device's stream of work. As in a run, the host does not wait between steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.time = time.perf_counter()
+        if self.event:
+            self.event.record()
+
+    def wait(self) -> None:
+        """Wait until the device has reached this moment."""
+        if self.event:
+            self.event.synchronize()
+
+    def reached(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def seconds_to(self, later: "Mark") -> float:
+        """Seconds between two moments, both of which the device has reached."""
+        return self.event.elapsed_time(later.event) / 1e3 if self.event else later.time - self.time
+
+
 class StepClock:
     """How long this process computes before it waits for the others, in ms; on CUDA, of the last finished step."""
 
     def __init__(self) -> None:
         self.last_ms = 0.0
-        self._began: Any = 0.0
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # not over when last queried
-        self._cuda = False
+        self._spans: deque[tuple[Mark, Mark]] = deque()  # not over when last queried
 
     def begin(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._began = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
-        if self._cuda:
-            self._began.record()
+        self._device, self._began = device, Mark(device)
 
     def end(self) -> float:
-        if not self._cuda:
-            self.last_ms = 1e3 * (time.perf_counter() - self._began)
-            return self.last_ms
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        self._spans.append((self._began, ended))
-        while self._spans and self._spans[0][1].query():
+        self._spans.append((self._began, Mark(self._device)))
+        while self._spans and self._spans[0][1].reached():
             began, ended = self._spans.popleft()
-            self.last_ms = began.elapsed_time(ended)
+            self.last_ms = 1e3 * began.seconds_to(ended)
         return self.last_ms

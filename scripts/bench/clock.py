@@ -13,31 +13,13 @@ from typing import Any, TypeVar
 import torch
 
 from kernels.device import l2_bytes
+from training.step_messages import Mark
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 _ON_A_CPU = 3  # runs
 _AHEAD = 2  # the GPU is kept busy for this many times the host's time for one call
 _REPLAYS = 7  # of a graph with a call, and of one without; the median of their differences counts
 T = TypeVar("T")
-
-
-class Mark:
-    """A moment in the device's stream of work. As in a run, the host does not wait between steps."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        self.time = time.perf_counter()
-        if self.event:
-            self.event.record()
-
-    def wait(self) -> None:
-        """Wait until the device has reached this moment."""
-        if self.event:
-            self.event.synchronize()
-
-    def seconds_to(self, later: "Mark") -> float:
-        """Seconds between two moments, both of which the device has reached."""
-        return self.event.elapsed_time(later.event) / 1e3 if self.event else later.time - self.time
 
 
 @dataclass(frozen=True)
