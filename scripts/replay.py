@@ -79,19 +79,16 @@ class Rerun:
     values: dict[Place, Tensor] = field(default_factory=dict)
     errors: dict[Place, float] = field(default_factory=dict)
     first_bad: FirstBad = field(default_factory=FirstBad)
-    losses: int = 0
     loss: float = math.nan
     grad_norm: float = math.nan
 
     def __call__(self, module: str, tensor: str, value: Tensor) -> None:
+        now, place = self.first_bad.micro_batch(tensor), (module, tensor)
         self.first_bad(module, tensor, value)
-        backward = tensor.startswith("d")
-        now, place = self.losses - backward, (module, tensor)
-        self.losses += tensor == "loss"
         # a weight's gradient is a sum over micro-batches, and comes after the tensors that it is made of
         if now != self.micro_batch or tensor == "dweight":
             return
-        value = value.float().cpu() / (self.scale if backward else 1.0)
+        value = value.float().cpu() / (self.scale if tensor.startswith("d") else 1.0)
         if self.reference is None:
             self.values[place] = value
         elif place in self.reference.values:

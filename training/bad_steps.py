@@ -163,10 +163,12 @@ class FirstBad:
         if self.found is None and len(bad := (~value.isfinite()).nonzero()):
             place = tuple(bad[0].tolist())
             how = f"{len(bad):,} of {value.numel():,} values are not finite, the first {value[place].item()} at {place}"
-            # a micro-batch's gradients come after its loss
-            micro_batch = self._losses - (1 if tensor.startswith("d") else 0)
-            self.found = {"module": module, "tensor": tensor, "how": how, "micro_batch": micro_batch}
+            self.found = {"module": module, "tensor": tensor, "how": how, "micro_batch": self.micro_batch(tensor)}
         self._losses += tensor == "loss"
+
+    def micro_batch(self, tensor: str) -> int:
+        """The micro-batch that the next tensor, of this name, is of: its gradients come after its loss."""
+        return self._losses - tensor.startswith("d")
 
     def weights(self, model: nn.Module) -> None:
         """Check the weights that the step begins with."""
