@@ -19,7 +19,7 @@ the ring its LSE: its figures mean nothing.
 import hashlib
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -316,14 +316,9 @@ def sum_beside_all_reduce(world: World, network: Network, step_ms: float) -> Row
 
     row = {"elements": len(flat)}
     for name, call in (("sum", ordered), ("all_reduce", lambda: dist.all_reduce(flat, group=group))):
-        ms = median_ms(call, world, device)
+        ms = max(world.all_gather(1e3 * statistics.median(laps(call, device, 5, 20))))  # in the slowest process
         row |= {f"{name}_ms": round(ms, 3), f"{name}_share": ms / step_ms}
     return row
-
-
-def median_ms(call: Callable[[], object], world: World, device: torch.device) -> float:
-    """Median ms of 20 consecutive calls, after 5 that are not counted, in the slowest process."""
-    return max(world.all_gather(1e3 * statistics.median(laps(call, device, 5, 20))))
 
 
 def batch_of(chosen: Run, step: int) -> Batch:
