@@ -5,8 +5,9 @@ time and memory: the error of the loss and of both gradients against float64, on
 last line is one JSON object.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ def main(settings: LossBenchSettings, run_dir: Path) -> None:
     report = Report("bench_loss", run_dir, hardware.description, more={"tokens": settings.tokens})
     inputs = make(settings, hardware.device)
     exact = exact_results(settings, *inputs)
-    for name, loss in implementations(settings):
+    for name, loss in implementations(settings).items():
         row = {"name": name}
         with failures_as_rows(row):
             row |= measured(settings, loss, hardware, exact, *inputs)
@@ -75,18 +76,11 @@ def make(settings: LossBenchSettings, device: torch.device) -> tuple[Tensor, Ten
     return h.requires_grad_(), weight.requires_grad_(), targets
 
 
-def implementations(settings: LossBenchSettings) -> Iterator[tuple[str, Loss]]:
-    """Yield each name and its loss(h, table, targets), which returns a sum in nats."""
-
-    def plain(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(torch.nn.functional.linear(h, weight), targets, settings.vocab_size)
-
-    yield "plain", plain
-    for chunk in settings.chunk_tokens:
-        yield (
-            f"chunked {chunk:,}",
-            lambda h, w, t, chunk=chunk: linear_cross_entropy(h, w, t, settings.vocab_size, chunk),
-        )
+def implementations(settings: LossBenchSettings) -> dict[str, Loss]:
+    """Name -> loss(h, table, targets), which returns a sum in nats."""
+    vocab = {"vocab_size": settings.vocab_size}
+    chunked = {f"chunked {n:,}": partial(linear_cross_entropy, **vocab, chunk_tokens=n) for n in settings.chunk_tokens}
+    return {"plain": lambda h, w, t: cross_entropy(torch.nn.functional.linear(h, w), t, **vocab)} | chunked
 
 
 def gradients(loss: Loss, hardware: Hardware, h: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
