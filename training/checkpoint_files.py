@@ -96,6 +96,15 @@ def write_json(value: Any, path: Path) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def without_nan(found: Any) -> Any:
+    """`found` with None in place of each number that is not finite, which JSON lacks: a reader sees there was none."""
+    if isinstance(found, Mapping):
+        return {key: without_nan(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [without_nan(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
+
+
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The mapping in the file `name` of a checkpoint; ValueError where it is damaged."""
     try:

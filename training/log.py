@@ -5,7 +5,6 @@ switched off.
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from data.shards import flush
 from training.bad_steps import NumberCheck
 from training.checkpoint import Checkpoint
+from training.checkpoint_files import without_nan
 from training.comparison import forked_from
 from training.curves import LossPicture
 from training.saver import EXIT_UNSAVED
@@ -166,7 +166,7 @@ class RunLog:
         stop: why it was stopped. checkpoint: the last one saved. unsaved: why its end was not saved.
         """
         summary = {
-            **_finite(results),
+            **without_nan(results),
             "bad_steps": check.bad_steps,
             "loss_spikes": check.spikes,
             "stopped": stop.reason if stop else None,
@@ -249,7 +249,7 @@ class MetricsFile:
             )
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        self._waiting.append(json.dumps({"step": step, **_finite(values)}) + "\n")
+        self._waiting.append(json.dumps({"step": step, **without_nan(values)}) + "\n")
         self.lines += 1
         self.flush()
 
@@ -299,11 +299,6 @@ class MetricsFile:
         file = self.path.open("ab", buffering=0)
         self._kept = []  # only now: if it does not open, this is done again
         return file
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with None for inf and NaN, which JSON lacks: a reader sees that there was no number."""
-    return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:

@@ -5,7 +5,6 @@ with a key `error` says in a few words why it has no figures. A row is in the fo
 """
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +25,7 @@ from rich.text import Text
 
 from conf.mistakes import fail
 from kernels.device import HAS_TRITON, interpreting
+from training.checkpoint_files import without_nan
 from training.curves import picture
 from training.hardware import Hardware, HardwareConfig, set_up
 from training.provenance import provenance
@@ -261,15 +261,6 @@ class Report:
         if expects_figures and self.rows and all(row.get("error") for row in self.rows):
             first, *others = dict.fromkeys(row.get("why") or row["error"] for row in self.rows)
             sys.exit(fail(f"nothing could be measured: {first}" + f"; {len(others)} more reasons above" * bool(others)))
-
-
-def without_nan(found: Any) -> Any:
-    """`found` with None in place of each number that is not finite, which JSON cannot write."""
-    if isinstance(found, dict):
-        return {key: without_nan(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [without_nan(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def origin_line(report: dict[str, Any]) -> str:
