@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -17,21 +16,7 @@ PATIENCE = timedelta(seconds=60)  # for the other processes to import PyTorch, a
 
 
 def launch(environment: Environment = os.environ) -> Finding:
-    """How the processes were started. The value is their number."""
-    found = fault(environment)
-    if found and found.wrong:
-        return found
-    _, size, _ = ranks(environment)
-    if found:
-        return replace(found, value=size)
-    said = "one process" if size == 1 else f"{size} processes"
-    if job := environment.get("SLURM_JOB_ID"):
-        said += f" of SLURM job {job}"
-    return Finding(said, facts={"processes": size}, value=size)
-
-
-def fault(environment: Environment) -> Finding | None:
-    """Return the first thing that is wrong with how the processes were started, or None."""
+    """How the processes were started, or the first thing that is wrong with that. The value is their number."""
     job = environment.get("SLURM_JOB_ID")
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
     # tasks and nodes of the srun step that started this process; SLURM_NTASKS is the number that the job has room for
@@ -43,7 +28,7 @@ def fault(environment: Environment) -> Finding | None:
         return Finding(says, "srun python train.py without torchrun, as scripts/train.sbatch does", wrong=True)
     if by_torchrun and job:  # not wrong: it would train
         says = "torchrun dies of SIGUSR1, which SLURM sends before a time limit: nothing would be saved then"
-        return Finding(says, "sbatch scripts/train.sbatch: srun starts one task a GPU")
+        return Finding(says, "sbatch scripts/train.sbatch: srun starts one task a GPU", value=ranks(environment)[1])
     if job and room > 1 and tasks == 1 and "WORLD_SIZE" not in environment:
         says = f"job {job} has {room} tasks, and srun did not start this process: it would train alone"
         return Finding(says, "srun before python, or sbatch scripts/train.sbatch", wrong=True)
@@ -53,7 +38,11 @@ def fault(environment: Environment) -> Finding | None:
     if nodes > 1 and address.startswith(("localhost", "127.", "::1")):
         says = f"MASTER_ADDR={address} is another machine on each of {nodes} nodes"
         return Finding(says, "MASTER_ADDR=$(scontrol show hostnames | head -n 1)", wrong=True)
-    return None
+    _, size, _ = ranks(environment)
+    said = "one process" if size == 1 else f"{size} processes"
+    if job:
+        said += f" of SLURM job {job}"
+    return Finding(said, facts={"processes": size}, value=size)
 
 
 def network(hardware: Hardware) -> Finding:
