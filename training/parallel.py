@@ -44,14 +44,11 @@ class ParallelConfig:
     context_method: str = "auto"  # auto | heads | gather | ring: what attention exchanges, see training/README.md
 
     def __post_init__(self) -> None:
-        if self.data not in MODES:
-            raise ValueError(f"parallel.data={self.data} is not one of {', '.join(MODES)}")
+        for key, choices in (("data", MODES), ("context_method", CONTEXT_METHODS)):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"parallel.{key}={getattr(self, key)} is not one of {', '.join(choices)}")
         if self.context < 1:
             raise ValueError(f"parallel.context={self.context} must be at least 1")
-        if self.context_method not in CONTEXT_METHODS:
-            raise ValueError(
-                f"parallel.context_method={self.context_method} is not one of {', '.join(CONTEXT_METHODS)}"
-            )
 
 
 class NullObject:
