@@ -226,13 +226,9 @@ class Report:
                 what = ", ".join(value for value in rows[-1].values() if isinstance(value, str))
                 print(f"{len(self.rows)} measured: {shorten(what, 100)}", file=sys.stderr)
 
-    def keep(self) -> None:
-        """Write what was found so far to the folder's JSON file."""
-        self._written(unfinished=True)
-
-    def _written(self, **more: Any) -> dict[str, Any]:
-        """Write all that was found, with `more`, to the folder's JSON file, and return it."""
-        found = without_nan(self.origin | self.more | more)
+    def keep(self, *, unfinished: bool = True) -> dict[str, Any]:
+        """Write what was found so far to the folder's JSON file, and return it."""
+        found = without_nan(self.origin | self.more | ({"unfinished": True} if unfinished else {}))
         text = json.dumps(found, indent=2)
         if self.rows:
             found["rows"] = without_nan(self.rows)
@@ -254,7 +250,7 @@ class Report:
         console.print(self.hardware, markup=False)
         for shown in tables:
             console.print(shown)
-        found = self._written()
+        found = self.keep(unfinished=False)
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
         print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}), flush=True)
