@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +183,20 @@ def _prepare(
 
 
 def _refusing_lossy(pieces: Iterator[np.ndarray], tokenizer: str, counts: Counts) -> Iterator[np.ndarray]:
-    """Yield the `pieces`, then an empty one; raise ValueError where too many of the `counts` so far are unknown."""
-    for tokens in chain(pieces, [np.empty(0, np.uint32)]):
-        if counts.unknown > MOST_UNKNOWN * counts.tokens and (counts.tokens >= LOOKED_AT or not len(tokens)):
-            raise ValueError(
-                f"tokenizer={tokenizer} has no token for much of the text: {counts.unknown:,} of {counts.tokens:,} "
-                "stand for text that is lost; use another, as bytes or gpt2"
-            )
+    """Yield the `pieces`; ValueError where too many of the `counts` so far are unknown."""
+    for tokens in pieces:
         yield tokens
+        if counts.tokens >= LOOKED_AT:
+            _refuse_lossy(tokenizer, counts)
+    _refuse_lossy(tokenizer, counts)
+
+
+def _refuse_lossy(tokenizer: str, counts: Counts) -> None:
+    if counts.unknown > MOST_UNKNOWN * counts.tokens:
+        raise ValueError(
+            f"tokenizer={tokenizer} has no token for much of the text: {counts.unknown:,} of {counts.tokens:,} stand "
+            "for text that is lost; use another, as bytes or gpt2"
+        )
 
 
 def _alphabet(stream: Stream) -> str:

@@ -62,12 +62,14 @@ def write_split(folder: Path, split: str, dtype: np.dtype, pieces: Iterable[np.n
                     written.close()
                     shards.append({"file": f"{split}-{len(shards):05d}.bin", "tokens": 0})
                     file = written.enter_context(open(folder / shards[-1]["file"], "xb"))
+                    seen = hashlib.sha256()  # of what was meant: a disk may keep something else
                 part, tokens = np.split(tokens, [SHARD_TOKENS - shards[-1]["tokens"]])
-                file.write(part.astype(dtype).tobytes())
-                shards[-1]["tokens"] += len(part)
+                raw = part.astype(dtype).tobytes()
+                file.write(raw)
+                seen.update(raw)
+                shards[-1] |= {"tokens": shards[-1]["tokens"] + len(part), "sha256": seen.hexdigest()}
     for shard in shards:
         flush(folder / shard["file"])
-        shard["sha256"] = file_sha256(folder / shard["file"])
     return shards
 
 

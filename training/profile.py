@@ -119,7 +119,8 @@ class StepProfiler:
         except (OSError, ValueError) as error:  # a full disk, or a driver that forbids profiling
             self._console.print(f"not profiled: {self.folder}: {error}; the run goes on", soft_wrap=True)
             return
-        self._console.print(*found.tables())
+        for table in found.tables():
+            self._console.print(table)
         self._console.print(f"the whole trace: {path} (open it at https://ui.perfetto.dev)", soft_wrap=True)
 
 
