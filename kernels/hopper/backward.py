@@ -31,7 +31,7 @@ from ..portable.prepare import (
     documents_launches,
     in_sixteen_bytes,
 )
-from ..portable.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base
+from ..portable.tiles import LOG2_E, NOT_SPECIALIZED, ROW_PADDING, document_of, document_rows, head_base
 from ..portable.visits import MASK_BLOCK, first_line, mask_constants
 from . import tma
 from .backward_kernel import hopper_bwd_kernel
@@ -61,11 +61,7 @@ def _wait_for_adds(address, adds):
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads", "q_tokens", "q_tokens_padded", "k_tokens", "num_docs", "window_left", "window_right"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _after_kernel(
     dq_sum_ptr,  # (B, Hq, q_tokens_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
     turns_ptr,  # (B, Hq, q_tokens_padded / ROWS) int32: how many items have added to a tile

@@ -30,6 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from ..portable.tiles import NOT_SPECIALIZED
 from . import tma
 from .backward_roles import (
     CONSUMERS,
@@ -193,12 +194,7 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_heads", "num_kv_heads", "num_batch_kv_heads", "num_q", "num_q_padded", "num_k", "heads_per_section",
-        "window_left", "window_right",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def hopper_bwd_kernel(
     q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows; packed documents have B = 1, as in the next five
     k_desc,  # (B, Hkv, Nk, D), tiles of 128 rows

@@ -54,7 +54,7 @@ def _registers(build):
     return [168, 96, 96] if build.QUERIES_AS_ROWS and build.APPEND else [160, 104, 104]
 
 
-@gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def hopper_decode_kernel(
     # descriptors of boxes (1, 1, PIECE, 128 bytes) of consecutive slots
     k_desc,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D), q's dtype, int8 or e4m3

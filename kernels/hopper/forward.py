@@ -40,7 +40,7 @@ from ..launch import (
 )
 from ..portable.prepare import document_tiles, document_tiles_launch, documents_launches
 from ..portable.record import record
-from ..portable.tiles import LN_2, LOG2_E, Mask
+from ..portable.tiles import LN_2, LOG2_E, NOT_SPECIALIZED, Mask
 from ..portable.visits import mask_constants
 from . import tma
 from .masked import Masked, announce_patterns, first_key, masked_by, program_tiles, row_tiles
@@ -224,12 +224,7 @@ def _consumer(o_desc, lse_ptr, packed, scale_log2, softcap, build, CONSUMER: gl.
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_heads", "group_size", "num_batch_heads", "num_q", "num_k", "heads_per_section", "window_left",
-        "window_right",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "group_size", "num_batch_heads"])
 def hopper_fwd_kernel(
     # descriptors of rank 4 or, packed, 5, whose D is at most HEAD_DIM
     q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows

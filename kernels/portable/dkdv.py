@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (
+    NOT_SPECIALIZED,
     ROW_PADDING,
     Mask,
     document_rows,
@@ -58,12 +59,7 @@ def _dkdv_step(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads", "q_tokens", "q_tokens_padded", "k_tokens", "num_docs", "heads_per_section", "window_left",
-        "window_right",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def flash_dkdv_kernel(
     # inputs: pointers, or rank-4 TMA descriptors where TMA
     q,  # (B, Hq, Nq, D) fp16 | bf16 | fp32, one dtype

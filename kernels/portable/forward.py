@@ -30,6 +30,7 @@ from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (
     LN_2,
     LOG2_E,
+    NOT_SPECIALIZED,
     Mask,
     document_rows,
     load_tile,
@@ -77,11 +78,7 @@ def _softmax_step(
     return acc, new_max, running_sum
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads", "q_tokens", "k_tokens", "num_docs", "heads_per_section", "window_left", "window_right"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def flash_fwd_kernel(
     # inputs: pointers, or rank-4 TMA descriptors where TMA
     q,  # (B, Hq, Nq, D) fp16 | bf16 | fp32, one dtype

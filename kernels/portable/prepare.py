@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..launch import Launch, grid_tiles, padded
 from .tiles import (
     LOG2_E,
+    NOT_SPECIALIZED,
     ROW_PADDING,
     document_of,
     document_rows,
@@ -27,7 +28,7 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["num_docs", "q_tokens", "k_tokens"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _documents_kernel(
     cu_seqlens_q,  # (documents + 1,) int32
     cu_seqlens_k,
@@ -128,7 +129,7 @@ def in_sixteen_bytes(strides):
     return strides[0] // 8 * 8, strides[1] // 8 * 8, strides[2] // 8 * 8
 
 
-@triton.jit(do_not_specialize=["num_heads", "q_tokens", "q_tokens_padded", "num_docs"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _delta_kernel(
     # inputs
     o_ptr,  # (B, Hq, Nq, Dv)

@@ -21,6 +21,11 @@ ORIGIN = tl.constexpr(PACKED_ORIGIN)
 # that the main loops load it unmasked. Document d's rows start at (cu_seqlens[d] // ROW_PADDING + d) *
 # ROW_PADDING, for the reason in `document_of`.
 ROW_PADDING = tl.constexpr(128)
+# Sizes that may be 1, or a multiple of 16, in one call and not in the next, which would compile again.
+NOT_SPECIALIZED = (
+    "num_heads", "num_kv_heads", "num_batch_kv_heads", "q_tokens", "num_q", "q_tokens_padded", "num_q_padded",
+    "k_tokens", "num_k", "num_docs", "heads_per_section", "window_left", "window_right",
+)  # fmt: skip
 
 
 @record
