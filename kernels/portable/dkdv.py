@@ -17,7 +17,7 @@ from .tiles import (
     seeing_queries,
     store_tile,
 )
-from .visits import Visits, bits_at, busiest_first, visited, visits_of, where_shown
+from .visits import Tables, Visits, bits_at, busiest_first, visited, visits_of, where_shown
 
 
 @triton.jit
@@ -117,12 +117,10 @@ def flash_dkdv_kernel(
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
     num_kv_heads = num_heads // group_size
+    tables = Tables(switches, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD)
     if switches.mask_starts is not None:
         document = 0
-        tile, batch_head = busiest_first(
-            switches, num_heads, group_size, q_tokens, k_tokens, num_batch_heads, heads_per_section,
-            MASK_OF_BATCH, MASK_OF_HEAD, 1, BLOCK_K,
-        )  # fmt: skip
+        tile, batch_head = busiest_first(tables, group_size, num_batch_heads, heads_per_section, 1, BLOCK_K)
     else:
         document, tile, batch_head = owned_tile(
             k_tokens, switches.cu_seqlens_k, num_docs, num_batch_heads, heads_per_section, BLOCK_K, False
@@ -157,9 +155,7 @@ def flash_dkdv_kernel(
         lse_base, delta_base = lse_log2_ptr + row_offset, delta_ptr + row_offset
         scoring = Scoring(mask, scale_log2, slope_log2, switches, q_head, q_row0, PRECISION)
         if switches.mask_starts is not None:
-            visits = visits_of(
-                k_start, switches, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD, 1
-            )
+            visits = visits_of(k_start, tables, batch, head, 1)
             full_start, full_end, masked_start, masked_end = 0, visits.full, visits.full, visits.end
         else:
             visits = Visits(None, 0, 0, None, 1)

@@ -15,7 +15,7 @@ from .tiles import (
     rows_of,
     store_tile,
 )
-from .visits import bits_at, keys_met, owned_queries, visited, where_shown
+from .visits import Tables, bits_at, keys_met, owned_queries, visited, where_shown
 
 
 @triton.jit
@@ -99,10 +99,8 @@ def flash_dq_kernel(
               perhaps inf.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
-    document, tile, batch_head = owned_queries(
-        switches, num_heads, q_tokens, k_tokens, num_docs, num_batch_heads, heads_per_section,
-        MASK_OF_BATCH, MASK_OF_HEAD, BLOCK_Q, CAUSAL,
-    )  # fmt: skip
+    tables = Tables(switches, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD)
+    document, tile, batch_head = owned_queries(tables, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL)
     if document < 0:
         return
     q_row0, num_q = document_rows(document, switches.cu_seqlens_q, q_tokens)
@@ -128,9 +126,8 @@ def flash_dq_kernel(
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     visits, full_start, full_end, masked_start, masked_end = keys_met(
-        q_start, mask, switches, batch, head, num_heads, q_tokens, k_tokens,
-        MASK_OF_BATCH, MASK_OF_HEAD, BLOCK_Q, BLOCK_K,
-    )  # fmt: skip
+        q_start, mask, tables, batch, head, BLOCK_Q, BLOCK_K
+    )
     for position in range(full_start, full_end, BLOCK_K):
         k_start = visited(position, visits)
         dq = _dq_step(q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, False, False)

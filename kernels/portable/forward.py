@@ -40,7 +40,7 @@ from .tiles import (
     store_tile,
 )
 from .tuning import Tile, fitting, kernel_operands, tile_for
-from .visits import bits_at, keys_met, mask_constants, mask_tiles, owned_queries, visited, where_shown
+from .visits import Tables, bits_at, keys_met, mask_constants, mask_tiles, owned_queries, visited, where_shown
 
 
 @triton.jit
@@ -127,10 +127,8 @@ def flash_fwd_kernel(
     Needs:    head dimensions 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 1.
     """
-    document, tile, batch_head = owned_queries(
-        switches, num_heads, q_tokens, k_tokens, num_docs, num_batch_heads, heads_per_section,
-        MASK_OF_BATCH, MASK_OF_HEAD, BLOCK_Q, CAUSAL,
-    )  # fmt: skip
+    tables = Tables(switches, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD)
+    document, tile, batch_head = owned_queries(tables, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL)
     if document < 0:
         return
     q_row0, num_q = document_rows(document, switches.cu_seqlens_q, q_tokens)
@@ -157,9 +155,8 @@ def flash_fwd_kernel(
         running_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_Q], tl.float32)
     visits, full_start, full_end, masked_start, masked_end = keys_met(
-        q_start, mask, switches, batch, head, num_heads, q_tokens, k_tokens,
-        MASK_OF_BATCH, MASK_OF_HEAD, BLOCK_Q, BLOCK_K,
-    )  # fmt: skip
+        q_start, mask, tables, batch, head, BLOCK_Q, BLOCK_K
+    )
     for position in range(full_start, full_end, BLOCK_K):
         k_start = visited(position, visits)
         acc, running_max, running_sum = _softmax_step(

@@ -35,6 +35,18 @@ class Visits:
     SIDE: tl.constexpr  # 0: rows are queries, 1: rows are keys
 
 
+@record
+class Tables:
+    """A call's block mask, if any, and what its rows of blocks are found by."""
+
+    switches: tuple  # Switches: `mask_starts` is None without a block mask
+    num_heads: tl.tensor
+    q_tokens: tl.tensor
+    k_tokens: tl.tensor
+    OF_BATCH: tl.constexpr  # dimensions of the mask
+    OF_HEAD: tl.constexpr
+
+
 @triton.jit
 def first_line(starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr):
     """Pointer to the rows of blocks of a query head in `starts`."""
@@ -48,39 +60,41 @@ def first_line(starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH: tl.
 
 
 @triton.jit
+def _block_row(number, tables, batch, head, SIDE: tl.constexpr):
+    """Pointer to the number-th row of blocks of queries, or of keys with SIDE 1, of a query head in `mask_starts`."""
+    line = first_line(
+        tables.switches.mask_starts, batch, head, tables.num_heads, tables.q_tokens, tables.k_tokens,
+        tables.OF_BATCH, tables.OF_HEAD,
+    )  # fmt: skip
+    if SIDE:
+        number += tl.cdiv(tables.q_tokens, MASK_BLOCK)
+    return line + number * 4
+
+
+@triton.jit
 def busiest_first(
-    switches, num_heads, group_size, q_tokens, k_tokens, num_batch_heads, heads_per_section,
-    OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr,
+    tables, group_size, num_batch_heads, heads_per_section, SIDE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """What this program owns, as (tile, batch * head): tiles of ROWS rows whose blocks have the most visits first.
 
     group_size: query heads for each of the heads that are counted; the first of them decides the order.
     """
-    num_tokens = k_tokens if SIDE else q_tokens
+    num_tokens = tables.k_tokens if SIDE else tables.q_tokens
     parts: tl.constexpr = MASK_BLOCK // ROWS
     num_tiles = tl.cdiv(num_tokens, MASK_BLOCK) * parts
     ordinal, batch_head = section_tile(tl.program_id(0), num_tiles, num_batch_heads, heads_per_section, False)
-    heads = num_heads // group_size
+    heads = tables.num_heads // group_size
     batch = batch_head // heads
     head = (batch_head - batch * heads) * group_size
-    line = first_line(switches.mask_starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD)
-    number = ordinal // parts
-    if SIDE:
-        number += tl.cdiv(q_tokens, MASK_BLOCK)
-    block = tl.load(line + number * 4 + 3)
+    block = tl.load(_block_row(ordinal // parts, tables, batch, head, SIDE) + 3)
     return block * parts + ordinal % parts, batch_head
 
 
 @triton.jit
-def visits_of(
-    start, switches, batch, head, num_heads, q_tokens, k_tokens,
-    OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
+def visits_of(start, tables, batch, head, SIDE: tl.constexpr):
     """The visits of the rows from `start` on, which lie in one block."""
-    number = start // MASK_BLOCK
-    if SIDE:
-        number += tl.cdiv(q_tokens, MASK_BLOCK)
-    entry = first_line(switches.mask_starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD) + number * 4
+    switches = tables.switches
+    entry = _block_row(start // MASK_BLOCK, tables, batch, head, SIDE)
     first = tl.load(entry)
     full, end = (tl.load(entry + 1) - first) * MASK_BLOCK, (tl.load(entry + 2) - first) * MASK_BLOCK
     return Visits(switches.mask_visits + first.to(tl.int64) * 4, full, end, switches.mask_bits, SIDE)
@@ -88,31 +102,23 @@ def visits_of(
 
 @triton.jit
 def owned_queries(
-    switches, num_heads, q_tokens, k_tokens, num_docs, num_batch_heads, heads_per_section,
-    OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr,
+    tables, num_docs, num_batch_heads, heads_per_section, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """What a program of queries owns, as (document, tile inside it, batch * head): see `owned_tile`."""
-    if switches.mask_starts is not None:
-        tile, batch_head = busiest_first(
-            switches, num_heads, 1, q_tokens, k_tokens, num_batch_heads, heads_per_section,
-            OF_BATCH, OF_HEAD, 0, BLOCK_Q,
-        )  # fmt: skip
+    if tables.switches.mask_starts is not None:
+        tile, batch_head = busiest_first(tables, 1, num_batch_heads, heads_per_section, 0, BLOCK_Q)
         return 0, tile, batch_head
     else:
-        return owned_tile(
-            q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
-        )
+        starts = tables.switches.cu_seqlens_q
+        return owned_tile(tables.q_tokens, starts, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL)
 
 
 @triton.jit
-def keys_met(
-    q_start, mask, switches, batch, head, num_heads, q_tokens, k_tokens,
-    OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def keys_met(q_start, mask, tables, batch, head, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """A query tile's visits, without entries where there is no block mask; and the bounds of its key loops, as in
     `visible_keys`."""
-    if switches.mask_starts is not None:
-        visits = visits_of(q_start, switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD, 0)
+    if tables.switches.mask_starts is not None:
+        visits = visits_of(q_start, tables, batch, head, 0)
         return visits, 0, visits.full, visits.full, visits.end
     else:
         full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
