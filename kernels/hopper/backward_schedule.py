@@ -158,16 +158,12 @@ def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
         )
         entry = line + ((sizes.num_q + 127) // 128 + tile) * 4
         return gl.load(entry) * 2, gl.load(entry + 2) * 2
-    elif sizes.window is not None:
-        mask = Mask(sizes.num_q, sizes.num_k, sizes.window, CAUSAL, True)
+    elif CAUSAL or sizes.window is not None:
+        mask = Mask(sizes.num_q, sizes.num_k, sizes.window, CAUSAL, sizes.window is not None)
         position = tile * BLOCK_K - (sizes.num_k - sizes.num_q)
         first = gl.minimum(first_query(position, mask) // BLOCK_Q, end)
         end = (end_query(position + BLOCK_K - 1, mask) + BLOCK_Q - 1) // BLOCK_Q
         return first, gl.maximum(first, end)
-    elif CAUSAL:
-        mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
-        position = tile * BLOCK_K - (sizes.num_k - sizes.num_q)
-        return gl.minimum(first_query(position, mask) // BLOCK_Q, end), end
     else:
         return 0, end
 
