@@ -43,22 +43,14 @@ from .tma import tile_width
 L2_SHARE = {64: 1 / 4, 128: 1 / 2}
 
 
+UNTIL_ADDED = tl.constexpr(tma.spin("setp.ne.u32 waits, now, $2; @waits nanosleep.u32 100;"))
+
+
 @triton.jit
 def _wait_for_adds(address, adds):
-    """Wait until the int32 at `address` is `adds`. What was added before it was set is then visible."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred waits;
-        .reg .u32 now;
-        AGAIN:
-        ld.acquire.gpu.global.u32 now, [$1];
-        setp.ne.u32 waits, now, $2;
-        @waits nanosleep.u32 100;
-        @waits bra AGAIN;
-        mov.u32 $0, now;
-        }""",
-        "=r,l,r", [address, adds], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    """Wait until the int32 at `address` is `adds`, asleep between two looks."""
+    code: tl.constexpr = UNTIL_ADDED
+    tl.inline_asm_elementwise(code, "=r,l,r", [address, adds], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)

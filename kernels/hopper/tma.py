@@ -61,43 +61,36 @@ def _by_warps(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, address, value, WARP
     )
 
 
-@gluon.jit
-def wait_turn(address, turn):
-    """Wait until the int32 at `address` is `turn`. What was written and added before it was set is then visible.
-
-    Called by a partition of one warp. Threads that this warp then releases by a barrier see it too.
-    """
-    _by_warps(
-        """{
+def spin(test: str) -> str:
+    """PTX that reads the int32 at $1 until `test`, which compares it (now) with $2, no longer sets the predicate waits.
+    What was written and added before the int32 was set is then visible."""
+    return f"""{{
         .reg .pred waits;
         .reg .u32 now;
         AGAIN:
         ld.acquire.gpu.global.u32 now, [$1];
-        setp.ne.u32 waits, now, $2;
+        {test}
         @waits bra AGAIN;
         mov.u32 $0, now;
-        }""",
-        "=r,l,r", address, turn,
-    )  # fmt: skip
+        }}"""
+
+
+_UNTIL_EQUAL = gl.constexpr(spin("setp.ne.u32 waits, now, $2;"))
+_UNTIL_COUNT_OR_0 = gl.constexpr(spin("sub.u32 now, now, 1; setp.lt.u32 waits, now, $2;"))
+
+
+@gluon.jit
+def wait_turn(address, turn):
+    """Wait, in a partition of one warp, until the int32 at `address` is `turn`. Threads that this warp then releases by
+    a barrier see what it sees."""
+    _by_warps(_UNTIL_EQUAL, "=r,l,r", address, turn)
 
 
 @gluon.jit
 def wait_count(address, count):
     """Wait until the int32 at `address` is at least `count`, or 0 because it was reset after that. Otherwise as
     `wait_turn`, but called by a partition of four warps."""
-    _by_warps(
-        """{
-        .reg .pred waits;
-        .reg .u32 now;
-        AGAIN:
-        ld.acquire.gpu.global.u32 now, [$1];
-        sub.u32 now, now, 1;
-        setp.lt.u32 waits, now, $2;
-        @waits bra AGAIN;
-        mov.u32 $0, now;
-        }""",
-        "=r,l,r", address, count - 1, 4,
-    )  # fmt: skip
+    _by_warps(_UNTIL_COUNT_OR_0, "=r,l,r", address, count - 1, 4)
 
 
 @gluon.jit
