@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_roles import S_LAYOUT, add_in_turn, product, wait_for_turn
 from .backward_schedule import BLOCK_Q, KEYS
 from .masked import announced_pattern, by_bits, own_bits
-from .softmax import biased, log2_factor, logits, slope_at
+from .softmax import biased, from_eights, in_eights, log2_factor, logits, slope_at
 from .tma import slot
 
 
@@ -68,22 +68,12 @@ def probabilities(
 
 @gluon.jit
 def _in_window(p, key, diagonal, sizes):
-    """P^T with zeros outside the window: key and diagonal are where the first key and the first query stand.
-
-    Seen as (KEYS, BLOCK_Q / 8, 8), as in `hide`: one comparison with a constant for each bound and no index in a
-    register.
-    """
+    """P^T with zeros outside the window: key and diagonal are where the first key and the first query stand."""
     left, right = sizes.window
-    blocks = gl.reshape(p, [KEYS, BLOCK_Q // 8, 8])
-    layout: gl.constexpr = blocks.type.layout
-    block = 8 * gl.arange(0, BLOCK_Q // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    blocks, keys, block, offset = in_eights(p, key, BLOCK_Q)
     first = gl.where(keys < sizes.num_k, keys - diagonal - right, BLOCK_Q) - offset  # query that sees the key
     last = keys - diagonal + left - offset
-    return gl.convert_layout(
-        gl.reshape(gl.where((block >= first) & (block <= last), blocks, 0.0), [KEYS, BLOCK_Q]), p.type.layout
-    )
+    return from_eights(gl.where((block >= first) & (block <= last), blocks, 0.0), p)
 
 
 @gluon.jit

@@ -142,33 +142,29 @@ def _query_tile(
     from_step_0 = (key_end - 1 + step) * (1 if call.masked is not None else build.BLOCK_K)
     stage, phase = slot(step, build.STAGES)
     mbarrier.wait(barriers.k_full.index(stage), phase)
-    acc, probs, running_max, running_sum = softmax_step(
-        call, q_tile, mask, build, CONSUMER, scale_log2, softcap, slope, rows, from_step_0, end,
-        step, gl.zeros([64, build.HEAD_DIM], gl.float32, o_layout), 0, 0, 0, True, True,
-    )  # fmt: skip
+    of_tile = q_tile, mask, scale_log2, softcap, slope, rows, from_step_0, end
+    acc = gl.zeros([64, build.HEAD_DIM], gl.float32, o_layout)
+    acc, probs, running_max, running_sum = softmax_step(call, of_tile, step, acc, 0, 0, 0, build, CONSUMER, True, True)
     first = step + 1
     full_from = end - gl.minimum(full_end - key_first, key_end - key_first - 1)
     if build.CAUSAL or build.LOCAL or call.masked is not None:
         for step in range(first, full_from):
             acc, probs, running_max, running_sum = softmax_step(
-                call, q_tile, mask, build, CONSUMER, scale_log2, softcap, slope, rows, from_step_0, end,
-                step, acc, probs, running_max, running_sum, False, True,
-            )  # fmt: skip
+                call, of_tile, step, acc, probs, running_max, running_sum, build, CONSUMER, False, True
+            )
     if build.LOCAL:
         full_until = gl.maximum(end - (full_first - key_first), full_from)
     else:
         full_until = end
     for step in range(full_from, full_until):
         acc, probs, running_max, running_sum = softmax_step(
-            call, q_tile, mask, build, CONSUMER, scale_log2, softcap, slope, rows, from_step_0, end,
-            step, acc, probs, running_max, running_sum, False, False,
-        )  # fmt: skip
+            call, of_tile, step, acc, probs, running_max, running_sum, build, CONSUMER, False, False
+        )
     if build.LOCAL:
         for step in range(full_until, end):
             acc, probs, running_max, running_sum = softmax_step(
-                call, q_tile, mask, build, CONSUMER, scale_log2, softcap, slope, rows, from_step_0, end,
-                step, acc, probs, running_max, running_sum, False, True,
-            )  # fmt: skip
+                call, of_tile, step, acc, probs, running_max, running_sum, build, CONSUMER, False, True
+            )
     if build.HEAD_DIM != 256:
         mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
 

@@ -12,18 +12,30 @@ from .tma import slot
 
 
 @gluon.jit
-def hide(scores, row, key, mask, BLOCK_K: gl.constexpr):
-    """-inf where the key lies past the end or, causal, to the right of the diagonal or, LOCAL, outside the window.
+def in_eights(scores, row, COLUMNS: gl.constexpr):
+    """Scores (64, COLUMNS) as (64, COLUMNS / 8, 8), their rows from `row` on, and their columns as block + offset.
 
-    Seen as (64, BLOCK_K / 8, 8), a column is 8 * a register's number + a thread's own offset: comparing the first
-    with (limit - offset) leaves one comparison with a constant for each score and no index in a register.
+    block is 8 * a register's number and offset a thread's own: comparing the first with (limit - offset) leaves one
+    comparison with a constant for each score and no index in a register.
     """
-    blocks = gl.reshape(scores, [64, BLOCK_K // 8, 8])
+    blocks = gl.reshape(scores, [64, COLUMNS // 8, 8])
     layout: gl.constexpr = blocks.type.layout
-    block = 8 * gl.arange(0, BLOCK_K // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    block = 8 * gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    if mask.CAUSAL or mask.LOCAL:
-        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    return blocks, rows, block, offset
+
+
+@gluon.jit
+def from_eights(blocks, like):
+    """Undo `in_eights`, in the shape and layout of `like`."""
+    return gl.convert_layout(gl.reshape(blocks, like.shape), like.type.layout)
+
+
+@gluon.jit
+def hide(scores, row, key, mask, BLOCK_K: gl.constexpr):
+    """-inf where the key lies past the end or, causal, to the right of the diagonal or, LOCAL, outside the window."""
+    blocks, rows, block, offset = in_eights(scores, row, BLOCK_K)
     if mask.LOCAL:
         left, right = mask.window
         limit = gl.minimum(rows + (mask.num_k - mask.num_q + 1 + right), mask.num_k) - key
@@ -35,7 +47,7 @@ def hide(scores, row, key, mask, BLOCK_K: gl.constexpr):
     else:
         limit = mask.num_k - key
         hidden = gl.where(block < limit - offset, blocks, -float("inf"))
-    return gl.convert_layout(gl.reshape(hidden, [64, BLOCK_K]), scores.type.layout)
+    return from_eights(hidden, scores)
 
 
 @gluon.jit
@@ -68,14 +80,10 @@ def slope_at(slopes, document, batch_head, num_heads, factor):
 
 @gluon.jit
 def biased(scores, slope, row, column, COLUMNS: gl.constexpr):
-    """Subtract ALiBi's slope * |row - column|. row, column: the first of the tile; columns are split as in `hide`."""
-    blocks = gl.reshape(scores, [64, COLUMNS // 8, 8])
-    layout: gl.constexpr = blocks.type.layout
-    block = 8 * gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    rows = (row - column) + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    """Subtract ALiBi's slope * |row - column|. row, column: the first of the tile."""
+    blocks, rows, block, offset = in_eights(scores, row - column, COLUMNS)
     distance = gl.abs((rows - offset).to(gl.float32) - block.to(gl.float32))
-    return gl.convert_layout(gl.reshape(blocks - slope * distance, [64, COLUMNS]), scores.type.layout)
+    return from_eights(blocks - slope * distance, scores)
 
 
 @gluon.jit
@@ -155,14 +163,15 @@ def whole(left, right, like):
 
 @gluon.jit
 def softmax_step(
-    call, q_tile, mask, build, CONSUMER: gl.constexpr, scale_log2, softcap, slope, row, from_step_0, end,
-    step, acc, probs, running_max, running_sum, FIRST: gl.constexpr, MASKED: gl.constexpr,
+    call, of_tile, step, acc, probs, running_max, running_sum, build,
+    CONSUMER: gl.constexpr, FIRST: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc.
 
     At a query tile's FIRST key tile nothing is added, and maximum and sum begin. Step s has the keys from
     from_step_0 - s * BLOCK_K on, or of a block mask visit from_step_0 - s. The query tile ends with step end - 1.
     """
+    q_tile, mask, scale_log2, softcap, slope, row, from_step_0, end = of_tile
     barriers = call.barriers
     tiles = call.tiles
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_K, 16])
