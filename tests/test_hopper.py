@@ -536,10 +536,9 @@ def test_the_last_heads_of_a_causal_call_begin_with_their_longest_items():
     from kernels.hopper import backward_schedule as schedule
     from tests import hopper_simulator
 
-    sizes = schedule.Sizes(
-        1, 1, 5, 300, 300, 2, None, None, None, None, None
-    )  # five heads of three tiles, two a section
-    items = [hopper_simulator.call(schedule.owned, item, sizes, True) for item in range(15)]
+    # five heads of three tiles, two a section; causal
+    sizes = schedule.Sizes(1, 1, 5, 300, 300, 2, None, None, None, None, None, 64, 3, 2, True)
+    items = [hopper_simulator.call(schedule.owned, item, sizes) for item in range(15)]
     assert [(tile, batch) for tile, batch, *_ in items[:6]] == [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
     assert [tile for tile, *_ in items[6:]] == [2, 2, 1, 1, 0, 0, 0, 1, 2]
     assert [bool(from_last) for *_, from_last in items] == [False] * 12 + [True] * 3

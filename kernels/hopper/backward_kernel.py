@@ -70,9 +70,9 @@ from .tma import slot
 
 @gluon.jit
 def _consumer(
-    dq_ptr, turns, outputs, tiles, barriers, draws, call, scale, scale_log2, softcap,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+    dq_ptr, turns, outputs, tiles, barriers, draws, call, scale, scale_log2, softcap, CONSUMER: gl.constexpr
 ):  # fmt: skip
+    HEAD_DIM: gl.constexpr = call.HEAD_DIM
     dk_desc, dv_desc = outputs
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem = tiles
     k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty = barriers
@@ -87,13 +87,13 @@ def _consumer(
     while item < end_item:
         sizes = sizes_of(item, call)
         _q_row0, k_row0, _padded_row0 = first_rows(sizes)
-        tile, batch, kv_head, from_last = owned(item, sizes, CAUSAL)
+        tile, batch, kv_head, from_last = owned(item, sizes)
         key = tile * BLOCK_K + KEYS * CONSUMER
-        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
-        unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes)
+        unmasked = unmasked_from(key, first, end, sizes)
         slope = slope_of(0, batch, kv_head, sizes, scale_log2, softcap)
         scoring = (scale_log2, softcap, slope)  # of the first head; under a block mask, without ALiBi, of all
-        k_stage, k_phase = slot(done, K_STAGES)
+        k_stage, k_phase = slot(done, call.K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
         if HEAD_DIM == 64:
             k = k_smem.index(k_stage).slice(KEYS * CONSUMER, KEYS, 0).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
@@ -105,64 +105,59 @@ def _consumer(
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         if HEAD_DIM == 64:
+            operands = (k, v, streamed, ds_smem, ring)
             if BY_PATTERN:
                 pattern = 0
                 if first < end:
-                    pattern = awaited_pattern(full, step, sizes, STAGES)
+                    pattern = awaited_pattern(full, step, sizes)
                 for _ in range(sizes.num_heads // sizes.num_kv_heads):
                     for query_tile in range(first, end):
                         at = step + query_tile - first
                         if pattern == 0:
                             dk, dv, pattern = gradient_step_64(
-                                k, v, streamed, ds_smem, ring, at, key, query_tile, sizes,
-                                scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
-                            )  # fmt: skip
+                                *operands, at, key, query_tile, sizes, scoring, dk, dv, False, CONSUMER
+                            )
                         else:
                             dk, dv, pattern = gradient_step_64(
-                                k, v, streamed, ds_smem, ring, at, key, query_tile, sizes,
-                                scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
-                            )  # fmt: skip
+                                *operands, at, key, query_tile, sizes, scoring, dk, dv, True, CONSUMER
+                            )
                     step += end - first
             else:
                 dk, dv, step = steps_of_item(
-                    (k, v, streamed, ds_smem, ring), step, 0, key, (first, unmasked, end), from_last, batch, kv_head,
-                    sizes, scale_log2, softcap, slope, dk, dv, STAGES, CAUSAL, CONSUMER,
+                    operands, step, 0, key, (first, unmasked, end), from_last, batch, kv_head, sizes, scoring, dk, dv,
+                    CONSUMER,
                 )  # fmt: skip
         elif first < end:
             operands = (k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring)
-            dk, dv = gradient_step_128(
-                *operands, step, key, gl.where(from_last, end - 1, first), sizes,
-                scoring, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
+            query_tile = gl.where(from_last, end - 1, first)
+            dk, dv = gradient_step_128(*operands, step, key, query_tile, sizes, scoring, dk, dv, True, True, CONSUMER)
             if BY_PATTERN:
                 begun = first + 1
                 for _ in range(sizes.num_heads // sizes.num_kv_heads):
                     for query_tile in range(begun, end):
                         at = step + query_tile - first
-                        if awaited_pattern(full, at, sizes, STAGES) == 0:
+                        if awaited_pattern(full, at, sizes) == 0:
                             dk, dv = gradient_step_128(
-                                *operands, at, key, query_tile, sizes,
-                                scoring, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
-                            )  # fmt: skip
+                                *operands, at, key, query_tile, sizes, scoring, dk, dv, False, False, CONSUMER
+                            )
                         else:
                             dk, dv = gradient_step_128(
-                                *operands, at, key, query_tile, sizes,
-                                scoring, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
-                            )  # fmt: skip
+                                *operands, at, key, query_tile, sizes, scoring, dk, dv, False, True, CONSUMER
+                            )
                     begun = first
                     step += end - first
             else:
                 dk, dv, step = steps_of_item(
-                    operands, step, 1, key, (first, unmasked, end), from_last, batch, kv_head,
-                    sizes, scale_log2, softcap, slope, dk, dv, STAGES, CAUSAL, CONSUMER,
+                    operands, step, 1, key, (first, unmasked, end), from_last, batch, kv_head, sizes, scoring, dk, dv,
+                    CONSUMER,
                 )  # fmt: skip
             # the next item replaces K, so the last step's share cannot wait for that item's first step
-            dq, dk = late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
+            dq, dk = late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, sizes, CONSUMER)
             turn = wait_for_turn(turns, step - 1)
             dq = warpgroup_mma_wait(1, deps=(dq,))
             add_in_turn(dq, dq_ptr, turn, step - 1, CONSUMER, HEAD_DIM)
             dk = warpgroup_mma_wait(0, deps=(dk,))
-            last_stage, _phase = slot(step - 1, STAGES)
+            last_stage, _phase = slot(step - 1, sizes.STAGES)
             mbarrier.arrive(empty.index(last_stage), count=1)
         if HEAD_DIM == 64:
             mbarrier.arrive(k_empty.index(k_stage), count=1)
@@ -290,11 +285,12 @@ def hopper_bwd_kernel(
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem)
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
     barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
+    dq_tiles, dq_barriers = (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty)
     section = heads_together(masked, heads_per_section, num_batch_kv_heads, num_q, num_k)
     no_item: gl.constexpr = None
     sizes = Sizes(
         num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, section, window, document_tiles, no_item, masked,
-        alibi_slopes,
+        alibi_slopes, HEAD_DIM, STAGES, K_STAGES, CAUSAL,
     )  # fmt: skip
     counter = turns_ptr + num_batch_kv_heads * (num_heads // num_kv_heads) * (num_q_padded // BLOCK_Q)
     draws = (counter, drawn_items, item_full, item_empty)
@@ -303,28 +299,23 @@ def hopper_bwd_kernel(
     if HEAD_DIM == 64:
         gl.warp_specialize(
             [
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap,
-                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap,
-                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
-                (query_gradient, (dq_ptr, turns, (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty), draws, sizes,
-                                   HEAD_DIM, K_STAGES, CAUSAL)),
-                (producer, (inputs, loaded, loads, draws, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
-                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
-                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap, 0)),
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap, 1)),
+                (query_gradient, (dq_ptr, turns, dq_tiles, dq_barriers, draws, sizes)),
+                (producer, (inputs, loaded, loads, draws, sizes)),
+                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 0)),
+                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 1)),
             ],
             [4, 4, 1, 1, 1], [208, 72, 24, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap,
-                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap,
-                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
-                (producer, (inputs, loaded, loads, draws, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
-                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
-                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap, 0)),
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap, 1)),
+                (producer, (inputs, loaded, loads, draws, sizes)),
+                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 0)),
+                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 1)),
             ],
             [4, 1, 1, 1], [240, 24, 24, 24],
         )  # fmt: skip

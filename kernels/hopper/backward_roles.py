@@ -35,24 +35,21 @@ S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @gluon.jit
-def producer(
-    descriptors, tiles, barriers, draws, call,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def producer(descriptors, tiles, barriers, draws, call):
     """Loads K and V of each item, and Q, dO, LSE and delta of each step."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descriptors
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = tiles
     k_full, k_empty, v_full, v_empty, full, empty = barriers
     group_size = call.num_heads // call.num_kv_heads
-    k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
-    step_bytes: gl.constexpr = 2 * (BLOCK_Q * HEAD_DIM * 2 + BLOCK_Q * 4)
+    k_bytes: gl.constexpr = BLOCK_K * call.HEAD_DIM * 2
+    step_bytes: gl.constexpr = 2 * (BLOCK_Q * call.HEAD_DIM * 2 + BLOCK_Q * 4)
     step, done, end_item = 0, 0, end_of_items(call)
     item = draw_item(done, draws)
     while item < end_item:
         sizes = sizes_of(item, call)
         q_row0, k_row0, padded_row0 = first_rows(sizes)
-        tile, batch, kv_head, from_last = owned(item, sizes, CAUSAL)
-        k_stage, k_phase = slot(done, K_STAGES)
+        tile, batch, kv_head, from_last = owned(item, sizes)
+        k_stage, k_phase = slot(done, call.K_STAGES)
         mbarrier.wait(k_empty.index(k_stage), k_phase ^ 1)
         mbarrier.expect(k_full.index(k_stage), k_bytes)
         load_rows(
@@ -61,14 +58,14 @@ def producer(
         mbarrier.wait(v_empty, (done & 1) ^ 1)
         mbarrier.expect(v_full, k_bytes)
         load_rows(v_desc, batch, kv_head, tile * BLOCK_K, k_row0, sizes.num_k, v_full, v_smem)
-        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes)
         visit, pattern = visit_at(first, first, end, sizes)
         next_visit, next_pattern = visit_at(first + 1, first, end, sizes)
         for member in range(group_size):
             head = kv_head * group_size + member
             for position in range(first, end):
                 row = query_tile_at(walked(position - first, first, end, from_last), visit, sizes) * BLOCK_Q
-                stage, phase = slot(step, STAGES)
+                stage, phase = slot(step, call.STAGES)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 announce_patterns(pattern, next_pattern, stage, sizes.masked)
@@ -129,10 +126,7 @@ def add_in_turn(dq, dq_ptr, place, step, PART: gl.constexpr, HEAD_DIM: gl.conste
 
 
 @gluon.jit
-def turn_keeper(
-    turns_ptr, turns, draws, call, num_q_padded,
-    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def turn_keeper(turns_ptr, turns, draws, call, num_q_padded, WHICH: gl.constexpr):
     """Waits for the turn of every second step's query tile, signals the warpgroups that add to it, and passes the turn
     on when they have.
 
@@ -145,14 +139,14 @@ def turn_keeper(
     while item < end_item:
         sizes = sizes_of(item, call)
         _q_row0, _k_row0, padded_row0 = first_rows(sizes)
-        tile, batch, kv_head, from_last = owned(item, sizes, CAUSAL)
-        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
+        tile, batch, kv_head, from_last = owned(item, sizes)
+        first, end = query_tiles(tile, batch, kv_head, sizes)
         steps = end - first
         visit, _pattern = visit_at(first + ((before + WHICH) & 1), first, end, sizes)
         for step in range((before + WHICH) & 1, group_size * steps, KEEPERS):
             member = step // steps
             query_tile = query_tile_at(walked(step - member * steps, first, end, from_last), visit, sizes)
-            turn = adds_before(query_tile, visit, tile, from_last, sizes, CAUSAL)
+            turn = adds_before(query_tile, visit, tile, from_last, sizes)
             following = step + KEEPERS
             visit, _pattern = visit_at(first + following % steps, first, end, sizes)
             place = (batch * sizes.num_heads + kv_head * group_size + member) * (num_q_padded // BLOCK_Q) + query_tile
@@ -162,7 +156,7 @@ def turn_keeper(
             one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
             announced.index(WHICH).store(gl.full([1], place * 2 + gl.minimum(turn, 1), gl.int32, one))
             mbarrier.arrive(turn_ready.index(WHICH), count=1)
-            tma.named_barrier("bar.sync", ADDED + WHICH, 32 + 2 * HEAD_DIM, 1)
+            tma.named_barrier("bar.sync", ADDED + WHICH, 32 + 2 * call.HEAD_DIM, 1)
             tma.pass_turn(turns_ptr + place)
         before += group_size * steps
         done += 1
@@ -170,10 +164,7 @@ def turn_keeper(
 
 
 @gluon.jit
-def query_gradient(
-    dq_ptr, turns, tiles, barriers, draws, call,
-    HEAD_DIM: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def query_gradient(dq_ptr, turns, tiles, barriers, draws, call):
     """dQ = dS K of every step, for head_dim 64."""
     k_smem, ds_smem = tiles
     k_full, k_empty, ds_full, ds_empty = barriers
@@ -181,9 +172,9 @@ def query_gradient(
     item = next_item(done, draws, 4)
     while item < end_item:
         sizes = sizes_of(item, call)
-        tile, batch, kv_head, _from_last = owned(item, sizes, CAUSAL)
-        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
-        k_stage, k_phase = slot(done, K_STAGES)
+        tile, batch, kv_head, _from_last = owned(item, sizes)
+        first, end = query_tiles(tile, batch, kv_head, sizes)
+        k_stage, k_phase = slot(done, call.K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
         for _ in range(sizes.num_heads // sizes.num_kv_heads * (end - first)):
             place, use = slot(step, 2)
@@ -191,7 +182,7 @@ def query_gradient(
             dq = product(ds_smem.index(place).permute((1, 0)), k_smem.index(k_stage))
             dq = warpgroup_mma_wait(0, deps=(dq,))
             mbarrier.arrive(ds_empty.index(place), count=1)
-            add_in_turn(dq, dq_ptr, wait_for_turn(turns, step), step, 0, HEAD_DIM)
+            add_in_turn(dq, dq_ptr, wait_for_turn(turns, step), step, 0, call.HEAD_DIM)
             step += 1
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         done += 1

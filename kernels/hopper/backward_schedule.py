@@ -60,6 +60,10 @@ class Sizes:
     item: Item  # None where nothing is packed, and before `sizes_of`
     masked: Masked  # or None
     alibi_slopes: gl.tensor  # pointer to (B or documents, Hq) fp32, or None
+    HEAD_DIM: gl.constexpr  # of the tiles
+    STAGES: gl.constexpr  # of the ring of query tiles
+    K_STAGES: gl.constexpr
+    CAUSAL: gl.constexpr
 
 
 @gluon.jit
@@ -77,7 +81,7 @@ def sizes_of(item, sizes):
         return Sizes(
             sizes.num_heads, sizes.num_kv_heads, sizes.num_batch_kv_heads, num_q, num_k, sizes.heads_per_section,
             sizes.window, sizes.document_tiles, Item(tile, kv_head, q_row0, k_row0, padded_row0, document),
-            sizes.masked, sizes.alibi_slopes,
+            sizes.masked, sizes.alibi_slopes, sizes.HEAD_DIM, sizes.STAGES, sizes.K_STAGES, sizes.CAUSAL,
         )  # fmt: skip
 
 
@@ -125,7 +129,7 @@ def next_item(done, draws, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def owned(item, sizes, CAUSAL: gl.constexpr):
+def owned(item, sizes):
     """(key tile, batch, KV head, whether its queries are walked from the last one on) of an item. Items go through
     sections of heads that share L2 and, in each, tile by tile."""
     if sizes.item is not None:
@@ -137,7 +141,7 @@ def owned(item, sizes, CAUSAL: gl.constexpr):
         kv_head = batch_kv_head - batch * sizes.num_kv_heads
         if sizes.window is not None or sizes.masked is not None:
             return num_tiles - 1 - tile, batch, kv_head, False
-        elif CAUSAL:
+        elif sizes.CAUSAL:
             last_section = (sizes.num_batch_kv_heads - 1) // sizes.heads_per_section
             from_last = batch_kv_head // sizes.heads_per_section == last_section
             return gl.where(from_last, tile, num_tiles - 1 - tile), batch, kv_head, from_last
@@ -146,7 +150,7 @@ def owned(item, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
+def query_tiles(tile, batch, kv_head, sizes):
     """Query tiles that see a key of this tile, as positions (first, end): their numbers or, with a block mask, twice
     the places in its visits, because each visit is two query tiles."""
     end = (sizes.num_q + BLOCK_Q - 1) // BLOCK_Q
@@ -158,8 +162,8 @@ def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
         )
         entry = line + ((sizes.num_q + 127) // 128 + tile) * 4
         return gl.load(entry) * 2, gl.load(entry + 2) * 2
-    elif CAUSAL or sizes.window is not None:
-        mask = Mask(sizes.num_q, sizes.num_k, sizes.window, CAUSAL, sizes.window is not None)
+    elif sizes.CAUSAL or sizes.window is not None:
+        mask = Mask(sizes.num_q, sizes.num_k, sizes.window, sizes.CAUSAL, sizes.window is not None)
         position = tile * BLOCK_K - (sizes.num_k - sizes.num_q)
         first = gl.minimum(first_query(position, mask) // BLOCK_Q, end)
         end = (end_query(position + BLOCK_K - 1, mask) + BLOCK_Q - 1) // BLOCK_Q
@@ -193,15 +197,15 @@ def query_tile_at(position, visit, sizes):
 
 
 @gluon.jit
-def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
+def unmasked_from(key, first, end, sizes):
     """The first of the query tiles first .. end that a consumer with keys key .. key + KEYS needs no mask for.
 
     Under a window or a block mask there is none: each step decides by itself.
     """
     if sizes.window is not None or sizes.masked is not None:
         return end
-    elif CAUSAL:
-        mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
+    elif sizes.CAUSAL:
+        mask = Mask(sizes.num_q, sizes.num_k, None, True, False)
         position = key + KEYS - 1 - (sizes.num_k - sizes.num_q)
         all_seen = (first_query(position, mask) + BLOCK_Q - 1) // BLOCK_Q
         return gl.minimum(gl.maximum(all_seen, first), end)
@@ -216,7 +220,7 @@ def walked(step, first, end, from_last):
 
 
 @gluon.jit
-def adds_before(query_tile, visit, tile, from_last, sizes, CAUSAL: gl.constexpr):
+def adds_before(query_tile, visit, tile, from_last, sizes):
     """How many items add to a query tile's dQ before that of this key tile."""
     last = (sizes.num_k + BLOCK_K - 1) // BLOCK_K - 1
     if sizes.masked is not None:
@@ -225,7 +229,7 @@ def adds_before(query_tile, visit, tile, from_last, sizes, CAUSAL: gl.constexpr)
         _left, right = sizes.window
         last_seen = (query_tile * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q + right) // BLOCK_K
         return gl.minimum(last_seen, last) - tile
-    elif CAUSAL:
+    elif sizes.CAUSAL:
         last_seen = (query_tile * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q) // BLOCK_K
         return gl.where(from_last, tile, gl.minimum(last_seen, last) - tile)
     elif sizes.item is not None:

@@ -28,9 +28,7 @@ def slope_of(member, batch, kv_head, sizes, scale_log2, softcap):
 
 
 @gluon.jit
-def probabilities(
-    scores, lse, key, position, bits, sizes, scoring, MASKED: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
+def probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED: gl.constexpr):
     """P^T (KEYS, BLOCK_Q) of the keys from `key` on and the query tile at a position; and the factor of dP^T - delta in
     dS^T: P^T too, under a soft-cap times the cap's derivative.
 
@@ -55,7 +53,7 @@ def probabilities(
             end = gl.minimum(diagonal + right + 1, sizes.num_k)  # of the keys that the first query sees
             if (key + KEYS > end) | (key < diagonal + BLOCK_Q - 1 - left):
                 p = _in_window(p, key, diagonal, sizes)
-        elif CAUSAL:
+        elif sizes.CAUSAL:
             last_seen = diagonal + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
             p = gl.where(keys <= last_seen, p, 0.0)
         else:
@@ -89,9 +87,9 @@ def pattern_bits(stage, position, key, sizes):
 
 
 @gluon.jit
-def awaited_pattern(full, step, sizes, STAGES: gl.constexpr):
+def awaited_pattern(full, step, sizes):
     """Wait for a step's query tile. Returns its pattern under a block mask."""
-    stage, phase = slot(step, STAGES)
+    stage, phase = slot(step, sizes.STAGES)
     mbarrier.wait(full.index(stage), phase)
     return announced_pattern(stage, sizes.masked)
 
@@ -108,7 +106,7 @@ def _next_pattern(stage, sizes):
 @gluon.jit
 def gradient_step_64(
     k, v, streamed, ds_smem, barriers, step, key, position, sizes, scoring, dk, dv,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Add one query tile's share to dK and dV, and store its dS^T. Returns dK, dV and the next tile's pattern. k and v
     are in registers."""
@@ -116,7 +114,7 @@ def gradient_step_64(
     q_smem, do_smem, lse_smem, delta_smem = streamed
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    stage, phase = slot(step, STAGES)
+    stage, phase = slot(step, sizes.STAGES)
     place, use = slot(step, 2)
     mbarrier.wait(full.index(stage), phase)
     scores = product(k, q_smem.index(stage).permute((1, 0)))
@@ -125,7 +123,7 @@ def gradient_step_64(
     following = _next_pattern(stage, sizes)  # after the products, where its wait costs nothing
     bits = pattern_bits(stage, position, key, sizes)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED)
     operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
     dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
     delta = delta_smem.index(stage).load(columns)
@@ -143,12 +141,12 @@ def gradient_step_64(
 
 
 @gluon.jit
-def late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.constexpr, CONSUMER: gl.constexpr):
+def late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, sizes, CONSUMER: gl.constexpr):
     """Issue a step's dQ, of which this consumer has half of the columns, and dK += dS^T Q asynchronously.
 
     dQ comes first, so that its adds run under dK. dK reads dS^T from shared memory, so that it holds no registers."""
     place, use = slot(step, 2)
-    stage, _phase = slot(step, STAGES)
+    stage, _phase = slot(step, sizes.STAGES)
     ds = ds_smem.index(place)
     mbarrier.wait(ds_full.index(place), use)
     dq = product(ds.permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
@@ -159,7 +157,7 @@ def late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.constex
 @gluon.jit
 def gradient_step_128(
     k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, position, sizes, scoring, dk, dv,
-    FIRST: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+    FIRST: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Add one query tile's share to dV and store its dS^T. Unless this is the FIRST step, also add the shares of the
     step before to dK and dQ."""
@@ -167,7 +165,7 @@ def gradient_step_128(
     q_smem, do_smem, lse_smem, delta_smem = streamed
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    stage, phase = slot(step, STAGES)
+    stage, phase = slot(step, sizes.STAGES)
     place, _use = slot(step, 2)
     mbarrier.wait(full.index(stage), phase)
     # 0, but ptxas cannot know. Otherwise it keeps the descriptors of all pieces of K and V, the same in every step, in
@@ -181,10 +179,10 @@ def gradient_step_128(
         bits = pattern_bits(stage, position, key, sizes)
         scores = warpgroup_mma_wait(0, deps=(scores,))
     else:
-        dq, dk = late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
+        dq, dk = late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, sizes, CONSUMER)
         bits = pattern_bits(stage, position, key, sizes)  # not earlier: no product may wait for this load
         scores = warpgroup_mma_wait(2, deps=(scores,))
-    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED)
     if not FIRST:
         turn = wait_for_turn(turns, step - 1)
         dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -196,7 +194,7 @@ def gradient_step_128(
     dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
     if not FIRST:
         dk = warpgroup_mma_wait(2, deps=(dk,))
-        last_stage, _phase = slot(step - 1, STAGES)
+        last_stage, _phase = slot(step - 1, sizes.STAGES)
         mbarrier.arrive(empty.index(last_stage), count=1)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     # a consumer gets here only after the other one has written the dS of the step before, and so has read the dS of
@@ -211,36 +209,34 @@ def gradient_step_128(
 @gluon.jit
 def _steps(
     operands, begin, end, to_step, to_tile, sign, key, sizes, scoring, dk, dv,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """dK and dV after the steps begin + to_step .. end + to_step: step i + to_step has query tile to_tile + sign i."""
     for i in range(begin, end):
-        if dk.shape[1] == 64:
+        if sizes.HEAD_DIM == 64:
             dk, dv, _ = gradient_step_64(
-                *operands, to_step + i, key, to_tile + sign * i, sizes,
-                scoring, dk, dv, MASKED, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
+                *operands, to_step + i, key, to_tile + sign * i, sizes, scoring, dk, dv, MASKED, CONSUMER
+            )
         else:
             dk, dv = gradient_step_128(
-                *operands, to_step + i, key, to_tile + sign * i, sizes,
-                scoring, dk, dv, False, MASKED, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
+                *operands, to_step + i, key, to_tile + sign * i, sizes, scoring, dk, dv, False, MASKED, CONSUMER
+            )
     return dk, dv
 
 
 @gluon.jit
 def steps_of_item(
-    operands, step, begun, key, query_tiles, from_last, batch, kv_head, sizes, scale_log2, softcap, slope, dk, dv,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+    operands, step, begun, key, query_tiles, from_last, batch, kv_head, sizes, scoring, dk, dv, CONSUMER: gl.constexpr
 ):  # fmt: skip
     """Run all steps of an item but the first `begun`. Returns (dK, dV, the number of the step after them).
 
     query_tiles: first, the first that needs no mask, end. Walked from the last, those that need one are a head's last.
-    slope: the first head's. Each later one is loaded a head ahead, for the reason in `visit_at`.
+    scoring: the first head's. The slope of each later one is loaded a head ahead, for the reason in `visit_at`.
     """
     first, unmasked, end = query_tiles
+    scale_log2, softcap, slope = scoring
     group_size = sizes.num_heads // sizes.num_kv_heads
-    if CAUSAL and sizes.window is None and sizes.masked is None and sizes.item is None:
+    if sizes.CAUSAL and sizes.window is None and sizes.masked is None and sizes.item is None:
         # a turn is masked steps and then others; walked from the last, the masked ones belong to the head before
         late = gl.where(from_last, 1, 0)
         sign = 1 - 2 * late
@@ -254,14 +250,14 @@ def steps_of_item(
             scoring = (scale_log2, softcap, masked_slope)
             dk, dv = _steps(
                 operands, step, masked_end, 0, gl.where(from_last, first - 1, unmasked) - sign * masked_end, sign,
-                key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
+                key, sizes, scoring, dk, dv, True, CONSUMER,
             )  # fmt: skip
             step = gl.maximum(step, masked_end)
             scoring = (scale_log2, softcap, slope)
             turn_end = gl.minimum(masked_end + end - unmasked, item_end)
             dk, dv = _steps(
                 operands, step, turn_end, 0, gl.where(from_last, end - 1, unmasked) - sign * masked_end, sign,
-                key, sizes, scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+                key, sizes, scoring, dk, dv, False, CONSUMER,
             )  # fmt: skip
             step = gl.maximum(step, turn_end)
             masked_end += end - first
@@ -273,15 +269,10 @@ def steps_of_item(
         for head in range(group_size):
             next_slope = slope_of(gl.minimum(head + 1, group_size - 1), batch, kv_head, sizes, scale_log2, softcap)
             scoring = (scale_log2, softcap, slope)
-            dk, dv = _steps(
-                operands, begun, unmasked, step - first, 0, 1,
-                key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
+            dk, dv = _steps(operands, begun, unmasked, step - first, 0, 1, key, sizes, scoring, dk, dv, True, CONSUMER)
             if sizes.window is None and sizes.masked is None:
-                dk, dv = _steps(
-                    operands, gl.maximum(begun, unmasked), end, step - first, 0, 1,
-                    key, sizes, scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
-                )  # fmt: skip
+                begun = gl.maximum(begun, unmasked)
+                dk, dv = _steps(operands, begun, end, step - first, 0, 1, key, sizes, scoring, dk, dv, False, CONSUMER)
             begun = first
             step += end - first
             slope = next_slope
