@@ -34,19 +34,6 @@ def _cleared(tile, start, keys, build, PADDED: gl.constexpr):
         part.store(gl.where((key < keys)[:, None], part.load(layout), zeros))
 
 
-@gluon.jit
-def _fold_sums(acc, maximum, total, part, part_maximum, part_total, build):
-    """`fold` of kernels/portable/split.py, for sums in the products' layout."""
-    if build.QUERIES_AS_ROWS:
-        return fold(acc, maximum, total, part, part_maximum, part_total)
-    else:
-        larger = gl.maximum(maximum, part_maximum)
-        base = gl.where(larger == -float("inf"), 0.0, larger)
-        weight, part_weight = gl.exp2(maximum - base), gl.exp2(part_maximum - base)
-        acc = acc * weight[None, :] + part * part_weight[None, :]
-        return acc, larger, total * weight + part_total * part_weight
-
-
 @gluon.constexpr_function
 def _scores_layout(build):
     columns = build.BLOCK_K if build.QUERIES_AS_ROWS else build.BLOCK_M
@@ -196,6 +183,7 @@ def _attended(
 ):  # fmt: skip
     """Attend to the tiles begin .. end of an item, added one after the other. Returns (the ring's next step, sums,
     those of odd columns where WORDS, maxima, denominators)."""
+    COLUMNS: gl.constexpr = 1 if build.QUERIES_AS_ROWS else 0
     k_tiles, v_tiles, p_tile, warp_partials = tiles
     q_tile = rings.q.index(place * 2 if build.WORDS else place)
     acc, maximum, total = _no_keys(build)
@@ -221,8 +209,8 @@ def _attended(
             )  # fmt: skip
         mbarrier.arrive(rings.empty.index(stage), count=1)
         if build.WORDS:
-            odd, _, _ = _fold_sums(odd, maximum, total, part_odd, part_maximum, part_total, build)
-        acc, maximum, total = _fold_sums(acc, maximum, total, part, part_maximum, part_total, build)
+            odd, _, _ = fold(odd, maximum, total, part_odd, part_maximum, part_total, COLUMNS)
+        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total, COLUMNS)
         step += 1
     return step, acc, odd, maximum, total
 
@@ -241,6 +229,7 @@ def consumer(
     out_layout: gl.constexpr = acc_layout if QUERIES_AS_ROWS else lines_layout(build)
     started((rings.k_full, rings.v_full, rings.empty), build.STAGES)
     parts = parts_of(sums, maxima, slot_rows, workspace, min_span_items, build, BLOCK_M, out_layout)
+    output = o, lse, switches.sinks, v_scale, num_heads, num_q, group
     step, turn = 0, 0
     place, phase_of_item, row = awaited(rings, turn, build)
     while row >= 0:
@@ -278,17 +267,17 @@ def consumer(
                     first, last, step, place, keys, of_q, query, scoring, tiles, rings, build, PADDED
                 )  # fmt: skip
                 if build.WORDS:
-                    odd, _, _ = _fold_sums(odd, maximum, total, part_odd, part_maximum, part_total, build)
+                    odd, _, _ = fold(odd, maximum, total, part_odd, part_maximum, part_total, KEYS)
                 if QUERIES_AS_ROWS:  # sums of two levels do not fit into registers
                     if first > begin:
-                        part, part_maximum, part_total = _fold_sums(
-                            item_sums.load(acc_layout), maximum, total, part, part_maximum, part_total, build
-                        )  # fmt: skip
+                        part, part_maximum, part_total = fold(
+                            item_sums.load(acc_layout), maximum, total, part, part_maximum, part_total, KEYS
+                        )
                     if last < end:
                         item_sums.store(part)
                     acc, maximum, total = part, part_maximum, part_total
                 else:
-                    acc, maximum, total = _fold_sums(acc, maximum, total, part, part_maximum, part_total, build)
+                    acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total, KEYS)
         if read_field(rings, place, 5, build) > 0:  # it covers the last tile's page too
             gl.store(workspace, 1)
             total = total + float("nan")
@@ -300,9 +289,7 @@ def consumer(
             maximum = gl.convert_layout(maximum, gl.SliceLayout(1, out_layout))
             total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
         if store_part_unless_whole(acc, maximum, total, item, parts):
-            store_item(
-                acc, maximum, total, o, lse, switches.sinks, v_scale, item, group, num_q, num_heads, parts, build
-            )
+            store_item(acc, maximum, total, item, output, parts, build)
         gl.thread_barrier()  # all threads' stores precede the arrival that publishes them
         mbarrier.arrive(rings.stored.index(place), count=1)
         turn += 1

@@ -50,7 +50,9 @@ def read_item(rings, place, row, width, build):
 
 
 @gluon.jit
-def store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, parts, build):
+def store_item(acc, maximum, total, item, output, parts, build):
+    """Store O and LSE of an item that has its row's result. output: o, lse, sinks, v_scale, num_heads, num_q, group."""
+    o, lse, sinks, v_scale, num_heads, num_q, group = output
     of_head = v_scale + item.inner if build.SCALES == 1 else None
     query = parts.lines // group
     head = item.inner * group + parts.lines - query * group
@@ -77,18 +79,16 @@ def _fold_by_quads_beside(first, step, count, few, here, there):
 
 
 @gluon.jit
-def _hand_on(
-    level, to, acc, maximum, total, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build
-):  # fmt: skip
+def _hand_on(level, to, acc, maximum, total, item, output, parts, build):
     """Store a level's result: in the next level's slot or, after the last level, in O and LSE."""
     if level < 2:
         put(to, acc, maximum, total, parts)
     else:
-        store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, parts, build)
+        store_item(acc, maximum, total, item, output, parts, build)
 
 
 @gluon.jit
-def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build):
+def _fold(level, slots, share, shares, item, output, parts, build):
     """Fold a share of the lines of a level's parts from memory. Stores the result as `_hand_on` does."""
     first, step, count, to = slots
     LINES: gl.constexpr = lines_of(build)
@@ -104,20 +104,16 @@ def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, grou
                 if half == 1:
                     acc, maximum, total = other, other_maximum, other_total
                 now = lines_from(line + half * LINES, parts)
-                _hand_on(
-                    level, to, acc, maximum, total, item, now, o, lse, sinks, v_scale, group, num_q, num_heads, build
-                )
+                _hand_on(level, to, acc, maximum, total, item, output, now, build)
     else:
         for line in range(share * LINES, parts.rows, shares * LINES):
             here = lines_from(line, parts)
             acc, maximum, total = fold_by_quads(first, step, count, here)
-            _hand_on(level, to, acc, maximum, total, item, here, o, lse, sinks, v_scale, group, num_q, num_heads, build)
+            _hand_on(level, to, acc, maximum, total, item, output, here, build)
 
 
 @gluon.jit
-def _fold_together(
-    level, slots, shares, turn, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build
-):  # fmt: skip
+def _fold_together(level, slots, shares, turn, item, output, parts, build):
     """Fold a level by the last `shares` programs to arrive, some lines each. Returns whether this program goes on to
     the next level: the last to finish.
 
@@ -134,7 +130,7 @@ def _fold_together(
             gl.atomic_add(turn, -count, sem="release")
         if shares > 1:
             tma.wait_count(turn, count)
-        _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build)
+        _fold(level, slots, share, shares, item, output, parts, build)
         if again > 0:
             gl.thread_barrier()
             last = gl.atomic_add(turn, 1, sem="acq_rel") == count + shares - 1
@@ -150,6 +146,7 @@ def collector(
 ):  # fmt: skip
     started((rings.item_full, rings.item_empty, rings.q_full, rings.stored), build.ITEMS)
     parts = parts_of(sums, maxima, slot_rows, workspace, min_span_items, build, lines_of(build), lines_layout(build))
+    output = o, lse, sinks, v_scale, num_heads, num_q, group
     turn = 0
     place, phase, row = awaited(rings, turn, build)
     while row >= 0:
@@ -163,18 +160,14 @@ def collector(
             last = True
             for level in range(gl.where(is_flat(item, parts), 2, 0), 3):
                 at, count, first, step, to = level_of(level, item, parts)
+                slots = first, step, count, to
                 if last & (count > 1):
                     if shares_folds(build):
-                        last = _fold_together(
-                            level, (first, step, count, to), gl.minimum(most, count), workspace + at, item, parts, o,
-                            lse, sinks, v_scale, group, num_q, num_heads, build,
-                        )  # fmt: skip
+                        shares = gl.minimum(most, count)
+                        last = _fold_together(level, slots, shares, workspace + at, item, output, parts, build)
                     else:
                         last = last_of(workspace + at, count)
                         if last:
-                            _fold(
-                                level, (first, step, count, to), 0, 1, item, parts, o, lse, sinks, v_scale, group,
-                                num_q, num_heads, build,
-                            )  # fmt: skip
+                            _fold(level, slots, 0, 1, item, output, parts, build)
         turn += 1
         place, phase, row = awaited(rings, turn, build)
