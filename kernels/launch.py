@@ -187,8 +187,7 @@ class Switches(NamedTuple):
     mask_bits: Tensor | None = None
 
 
-_MASK = ("mask_starts", "mask_visits", "mask_bits")
-_TENSORS = ("alibi_slopes", "sinks", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k", *_MASK)
+_TENSORS = tuple(name for name in Switches._fields if name not in ("softcap", "dropout_p"))
 
 
 def option_tensors(options: Options) -> dict[str, Tensor]:
@@ -203,16 +202,9 @@ def option_tensors(options: Options) -> dict[str, Tensor]:
 
 def switches_of(options: Options, given: dict[str, Tensor]) -> Switches:
     """Translate the options of a call, with the tensors of `option_tensors`. Kernels read the checked `starts`."""
-    return Switches(
-        softcap=options.softcap or None,
-        alibi_slopes=given.get("alibi_slopes"),
-        sinks=given.get("sinks"),
-        dropout_seed=given.get("dropout_seed"),
-        dropout_p=options.dropout_p or None,
-        cu_seqlens_q=given.get("starts_q"),
-        cu_seqlens_k=given.get("starts_k"),
-        **{name: given.get(name) for name in _MASK},
-    )
+    given = given | {f"cu_seqlens_{which}": given.get(f"starts_{which}") for which in "qk"}
+    tensors = {name: given.get(name) for name in _TENSORS}
+    return Switches(options.softcap or None, dropout_p=options.dropout_p or None, **tensors)
 
 
 def window_bounds(options: Options, num_q: int, num_k: int) -> tuple[int, int]:

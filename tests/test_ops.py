@@ -372,7 +372,7 @@ def test_importing_kernels_imports_no_triton():
 
 
 _BIND = """
-import torch, triton
+import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -380,18 +380,28 @@ class NoGPU:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(NoGPU())
+from kernels.hopper.backward import _after_kernel
+from kernels.hopper.backward_kernel import hopper_bwd_kernel
+from kernels.hopper.forward import hopper_fwd_kernel
 from kernels.portable.dkdv import flash_dkdv_kernel
 from kernels.portable.dq import flash_dq_kernel
 from kernels.portable.forward import flash_fwd_kernel
-from kernels.portable.prepare import _delta_kernel, _documents_kernel
-for kernel in (flash_fwd_kernel, flash_dkdv_kernel, flash_dq_kernel, _delta_kernel, _documents_kernel):
-    kernel.device_caches[0]
-print("bound")
+from kernels.portable.prepare import _delta_kernel, _document_tiles_kernel, _documents_kernel
+of_hopper = hopper_fwd_kernel, hopper_bwd_kernel, _after_kernel, _document_tiles_kernel
+compiled_again_for = {
+    parameter.name
+    for kernel in (flash_fwd_kernel, flash_dkdv_kernel, flash_dq_kernel, _delta_kernel, _documents_kernel, *of_hopper)
+    for parameter in kernel.device_caches[0] and kernel.params
+    if re.search("tokens|num_docs|num_[qk]$", parameter.name)
+    and not (parameter.is_constexpr or parameter.do_not_specialize)
+}
+print("bound", *compiled_again_for)
 """
 
 
 def test_triton_can_bind_the_kernels_arguments():
-    """The interpreter never builds the function that a GPU launch goes through, where some names are taken."""
+    """The interpreter never builds the function that a GPU launch goes through, where some names are taken. And no
+    kernel is compiled again for another number of tokens or documents."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", _BIND]
     answer = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)

@@ -171,7 +171,7 @@ def _launches(
     # a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
     in_window = options.local or (options.softcap and not options.masked)
     of_mask = mask_constants(options)
-    describe = tma.packed_descriptor if options.packed else tma.descriptor
+    describe = partial(tma.descriptor, packed=options.packed)
     main = (
         describe(q, 64, tile), describe(k, 128, tile), describe(v, 128, tile), describe(do, 64, tile),
         tma.descriptor(lse_log2, 1, 64), tma.descriptor(delta, 1, 64), dq_sum,

@@ -369,7 +369,7 @@ def _launches(
     schedule = schedule or plan_for(tile, options, num_q)
     _, num_tiles = grid_tiles(num_q, 64 * schedule.consumers, options.cu_seqlens_q)
     programs, paired = grid_of(schedule, num_tiles * batch * num_heads, options, q.device.index)
-    describe = tma.packed_descriptor if options.packed else tma.descriptor
+    describe = partial(tma.descriptor, packed=options.packed)
     arguments = (
         describe(q, 64, tile), describe(k, schedule.block_k, tile), describe(v, schedule.block_k, tile),
         describe(o, 64, tile), lse, num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k,

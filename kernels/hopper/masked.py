@@ -123,17 +123,12 @@ def announced_pattern(stage, masked, row=0):
 
 
 @gluon.jit
-def _by_pairs(layout: gl.constexpr, COLS: gl.constexpr):
-    """Zeros for scores (64, COLS) in `layout`, as (row, eight columns, pair of the eight, column of the pair). A thread
-    holds one pair of each eight."""
-    return gl.reshape(gl.zeros([64, COLS], gl.float32, layout), [64, COLS // 8, 4, 2])
-
-
-@gluon.jit
 def own_bits(pattern, row, col, s_layout: gl.constexpr, COLS: gl.constexpr):
     """Load the words of `BlockMask.bits` for 64 rows from `row` on, (64, 4) int32, one of each row for a thread. Its
     columns from `col` on begin at bit 0. `pattern`: pointer to the pattern's rows."""
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _by_pairs(s_layout, COLS).type.layout))  # (row, pair)
+    # scores as (row, eight columns, pair of the eight, column of the pair): a thread holds one pair of each eight
+    scores = gl.reshape(gl.zeros([64, COLS], gl.float32, s_layout), [64, COLS // 8, 4, 2])
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, scores.type.layout))  # (row, pair)
     rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     pair = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
     return gl.load(pattern + (rows[:, None] * 4 + pair[None, :])) >> (col // 4)

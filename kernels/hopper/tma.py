@@ -152,21 +152,9 @@ def tile_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def descriptor(x: Tensor, rows: int, cols: int | None = None) -> TensorDescriptor:
-    """Descriptor of x (..., N, D) for tiles of `rows` rows, and `cols` columns or all, of the last two dimensions.
-
-    Rows outside one head's N and columns outside D read as 0 and are not written. `tma_ready` has checked x.
-    """
-    return _with_layout(launch.descriptor(x, rows, cols or x.shape[-1]))
-
-
-def packed_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """`descriptor` for packed documents x (1, H, N, D): rows past a document's end read as 0 and are not written; see
-    the function of this name in kernels/launch.py."""
-    return _with_layout(launch.packed_descriptor(x, rows, cols))
-
-
-def _with_layout(plain) -> TensorDescriptor:
-    """Return Gluon's descriptor, which also holds a tile's layout in shared memory."""
+def descriptor(x: Tensor, rows: int, columns: int, *, packed: bool = False) -> TensorDescriptor:
+    """`descriptor` or `packed_descriptor` of kernels/launch.py as Gluon's, which also holds a tile's layout in shared
+    memory. `tma_ready` has checked x."""
+    plain = (launch.packed_descriptor if packed else launch.descriptor)(x, rows, columns)
     layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, _GLUON_DTYPE[plain.base.dtype])
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)

@@ -75,7 +75,7 @@ def documents_launches(q: Tensor, k: Tensor, given: dict[str, Tensor]) -> list[L
     return [Launch(_documents_kernel, 2, arguments, {"BLOCK": _DOCUMENTS}, {"num_warps": 4})]
 
 
-@triton.jit(do_not_specialize=["num_docs", "q_tokens", "k_tokens"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _document_tiles_kernel(
     starts,  # (documents + 1,) int32, of queries or of keys
     other_starts,  # of the others

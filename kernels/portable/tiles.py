@@ -24,7 +24,7 @@ ROW_PADDING = tl.constexpr(128)
 # Sizes that may be 1, or a multiple of 16, in one call and not in the next, which would compile again.
 NOT_SPECIALIZED = (
     "num_heads", "num_kv_heads", "num_batch_kv_heads", "q_tokens", "num_q", "q_tokens_padded", "num_q_padded",
-    "k_tokens", "num_k", "num_docs", "heads_per_section", "window_left", "window_right",
+    "k_tokens", "num_k", "num_tokens", "other_tokens", "num_docs", "heads_per_section", "window_left", "window_right",
 )  # fmt: skip
 
 
