@@ -74,8 +74,9 @@ def _small_model(config: GPTConfig, hardware: Hardware) -> GPT:
         pattern, number = parse_mask(mask)
         mask = f"{pattern}:{min(number, 5)}"
     small = replace(
-        config, **sizes, mlp_hidden=64, window=window, mask=mask, loss="plain", activation_checkpointing="none"
-    )
+        config, **sizes, mlp_hidden=64, window=window, mask=mask, loss="plain", activation_checkpointing="none",
+        qk_gain=1.0,  # a large one leaves a token one neighbour: rounding would hide the others, not the mask
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     model = GPT(small, VOCAB, SEQ_LEN, device=hardware.device, generator=generator)
     for weight in model.parameters():

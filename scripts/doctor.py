@@ -227,11 +227,12 @@ def tokenizer(settings: Settings, *, dataset: Dataset | None) -> Finding:
 def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Finding:
     """The number of parameters, and a window that would hide nothing or a rope_base that is too small."""
     parameters, said = None, f"{config.num_layers} layers of {config.n_embd}"
-    if vocab_size is not None:
-        if config.name is not None:
-            parameters = memory.held_parameters(config)
-        else:
-            parameters = GPT(config, vocab_size, seq_len, device="meta").num_parameters()
+    if config.name is None:
+        built = GPT(config, vocab_size or 1, seq_len, device="meta")  # it may refuse whatever the vocabulary is
+        parameters = built.num_parameters() if vocab_size else None
+    elif vocab_size is not None:
+        parameters = memory.held_parameters(config)
+    if parameters is not None:
         said = f"{parameters:,} parameters, {said}, vocabulary {vocab_size:,}"
     period, fix = 2 * pi * config.rope_base ** ((config.head_dim - 2) / config.head_dim), None
     if config.window is not None and config.window >= seq_len:

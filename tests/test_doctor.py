@@ -237,6 +237,8 @@ CASES = [
          "do not train with model.attention=naive", ["model.attention=naive"], future_mask),
     Case("a window that hides nothing", "model", "model.window=64 hides nothing at data.seq_len=32", "leave",
          ["model.window=64", "model.attention=naive"], status=NOTE),
+    Case("a prefix before any tokens are counted", "model", "leaves nothing to predict of data.seq_len=32", "prefix:16",
+         ["model.mask=prefix:200", "tokenizer=characters", "model.attention=naive"]),
     Case("rotary positions that come around", "model", "fewer than data.seq_len=32", "model.rope_base=",
          ["model.rope_base=2"], status=NOTE),
     Case("no text", "data", "missing.txt does not exist", "give a path", ["data.files=missing.txt"]),

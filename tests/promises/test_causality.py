@@ -21,7 +21,9 @@ def config(name: str = "naive", **changes) -> GPTConfig:
     return GPTConfig(num_heads=12, n_embd=192, attention=name, **changes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 100}, {"num_kv_heads": 3, "mlp": "swiglu", "qk_norm": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 100}, {"num_kv_heads": 3, "mlp": "swiglu", "qk_norm": True, "qk_gain": 30.0}]
+)
 @pytest.mark.parametrize(("name", "dtype"), [("naive", "float32"), ("naive", "bfloat16"), ("tiled", "bfloat16")])
 def test_what_is_right_is_found_right(name, changes, dtype):
     hardware = set_up(HardwareConfig(device=DEVICE, dtype=dtype))
