@@ -15,6 +15,7 @@ The exit code is the verdict: 0 when all pass, 1 otherwise. The last line is one
 Without a GPU, flash runs in Triton's interpreter, on a tiny model.
 """
 
+import math
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -117,6 +118,12 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
         runs[name] = train_once(changed, run_dir / folder_of(name), attend)
         curves[name] = runs[name].pop("losses")
         print(f"validation loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s", flush=True)
+        judged = name in (*settings.parity.attention, *settings.parity.mutants)
+        if not judged and not all(map(math.isfinite, (*curves[name], runs[name]["val_loss"]))):
+            raise ValueError(
+                f"the baseline's own run ({name}) has a loss that is not finite, so nothing can be compared with it; "
+                "lower optim.lr, or use hardware.dtype=float32"
+            )
 
     baseline = curves["naive"]
     allowed, band = noise([losses for name, losses in curves.items() if name.startswith("null")], baseline)

@@ -31,13 +31,15 @@ def train_once(settings: Settings, folder: Path, attend: Attention | None = None
 
     attend: called in place of the attention that `settings` names.
 
-    Returns the losses (NaN for the steps that were not run), the validation loss, and the run's seconds.
+    Returns the losses (NaN for the steps that were not run), the validation loss, and the run's seconds. A loss that
+    was not finite is NaN.
     """
     summary = train_aside(replace(settings, train=replace(settings.train, log_every=1)), folder, attend)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if "loss" in record]
-    losses += [math.nan] * (settings.train.steps - len(losses))
-    return {"losses": losses, "val_loss": summary.get("val_loss", math.nan), "seconds": summary["seconds"]}
+    found = [record["loss"] for record in records if "loss" in record]
+    found += [None] * (settings.train.steps - len(found))
+    *losses, val_loss = (math.nan if loss is None else loss for loss in (*found, summary.get("val_loss")))
+    return {"losses": losses, "val_loss": val_loss, "seconds": summary["seconds"]}
 
 
 def refuse_to_resume(settings: Settings) -> None:

@@ -82,6 +82,24 @@ def test_a_signal_ends_the_program_and_is_no_verdict(steps, tmp_path, capsys):
     assert f"ended by {'SIGTERM' if steps > 1 else 'a signal'}: without all of its" in capsys.readouterr().err
 
 
+def test_a_loss_that_is_not_finite_is_nan(tmp_path):
+    overrides = "train.steps=2", "train.on_nonfinite=skip", "model.num_layers=1", "train.sample_tokens=0"
+    found = train_once(small_run(tmp_path, *overrides), tmp_path / "run", attend=lambda q, *_, **__: q * math.nan)
+    assert [math.isnan(loss) for loss in (*found["losses"], found["val_loss"])] == [True] * 3
+
+
+@pytest.mark.parametrize(("losses", "val_loss"), [([1.0, math.nan], 1.0), ([1.0, 1.0], math.nan)])
+def test_a_baseline_that_is_not_finite_ends_in_one_line(losses, val_loss, tmp_path, monkeypatch):
+    """What is judged may fail; beside a baseline that fails nothing can be judged."""
+    monkeypatch.setattr(parity, "with_one_micro_batch", lambda chosen, _: chosen)
+    monkeypatch.setattr(parity, "plan_runs", lambda *_: dict.fromkeys(("sdpa", "null 0"), (None, None)))
+    run = {"losses": losses, "val_loss": val_loss, "seconds": 1.0}
+    monkeypatch.setattr(parity, "train_once", lambda *_: dict(run))
+    typed = "parity.nulls=4", "parity.attention=[sdpa]", "hardware.device=cpu"
+    with pytest.raises(ValueError, match=r"the baseline's own run \(null 0\) has a loss that is not finite, .*; lower"):
+        run_parity(settings(*typed, schema=ParitySettings, experiment="parity"), tmp_path)
+
+
 @pytest.mark.parametrize("asked", [(), ("parity.repeats=2",)])
 def test_a_verdict_is_the_exit_code(asked, tmp_path, monkeypatch):
     verdicts = iter([True, False])
