@@ -291,10 +291,19 @@ def test_what_a_change_does_to_the_schedule_and_the_epoch_is_printed(stopped, ca
     said = capsys.readouterr().out
     assert "changed    the next step's learning rate, 1 -> 0.04 of optim.lr\n" in said
     assert "changed    the order of the windows, which begins anew: in this epoch some come twice" in said
+    assert "unchanged  the weights" not in said
     go_on(stopped, "train.max_hours=1e-9", "train.log_every=3")
     said = capsys.readouterr().out
     assert "changed    train.log_every" in said
     assert "changed    the" not in said.replace("changed    the commit", "")
+    go_on(stopped, "train.max_hours=1e-9", "train.steps=12")  # 0.9999 of the rate
+    said = capsys.readouterr().out
+    assert "changed    train.steps 11 -> 12" in said
+    assert "learning rate" not in said
+    go_on(stopped, "train.steps=1", "optim.warmup_steps=50", "train.seed=7")  # of no next step
+    said = capsys.readouterr().out
+    assert "unchanged  the weights and dropout's random numbers, which go on as they were\n" in said
+    assert "learning rate" not in said
 
 
 def test_another_commit_is_printed(stopped, capsys, monkeypatch):

@@ -296,8 +296,11 @@ def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: C
         if before.get(key) != now.get(key) and key != "resume":
             say(f"changed    {key} {as_typed(before.get(key))} -> {as_typed(now.get(key))}")
     factors = [_lr_factor(of["settings"], checkpoint.step) for of in (checkpoint.meta, description)]
-    if None not in factors and not math.isclose(*factors):
-        say(f"changed    the next step's learning rate, {factors[0]:.3g} -> {factors[1]:.3g} of optim.lr")
+    goes_on = checkpoint.step < description["settings"]["train"]["steps"]
+    if goes_on and None not in factors and len(rates := dict.fromkeys(f"{factor:.3g}" for factor in factors)) > 1:
+        say(f"changed    the next step's learning rate, {' -> '.join(rates)} of optim.lr")
+    if before.get("train.seed") != now.get("train.seed"):
+        say("unchanged  the weights and dropout's random numbers, which go on as they were")
     if _order(before) != _order(now):
         say("changed    the order of the windows, which begins anew: in this epoch some come twice and some never")
     texts = [of["data_fingerprint"] for of in (checkpoint.meta, description)]
