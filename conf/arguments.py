@@ -33,7 +33,8 @@ def read(
     if empty := {"hydra.run.dir=", "hydra.sweep.dir="}.intersection(values):  # from a shell variable that is not set
         refuse(f"{empty.pop()} names no folder; write . for this one")
     for value in values:
-        if re.match(r"""hydra\.(run|sweep)\.dir=["']*~""", value):
+        # data.* expands it, and a prompt may begin with it
+        if re.match(r"""(?!data\.|prompt=|train\.sample_prompt=)[\w.+]+=["']*~([\w-]*/|["']?$)""", value):
             refuse(f"{value} begins with ~, which only a shell expands; write $HOME")
         if re.match(r"\+*hydra\.job\.chdir=(?!false|null)", value, re.IGNORECASE):
             refuse(f"{value} would change what each path means; leave it out")

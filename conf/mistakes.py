@@ -154,9 +154,11 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
 
 def _missing_file(error: MissingConfigException) -> str:
     if error.missing_cfg_file and error.options is not None:
-        group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        options = ", ".join(error.options)
-        return f"{group}={choice} does not exist; {_nearest(choice, error.options)}choose one of {options}"
+        group, choice = re.fullmatch("((?:hydra/)?[^/]*)/(.*)", str(error.missing_cfg_file), flags=re.S).groups()
+        one_of = f"{_nearest(choice, error.options)}choose one of {', '.join(error.options)}"
+        if group == "data" and Path(choice).is_file():
+            return f"data={choice} is a file; write data=text data.files={choice}, or {one_of}"
+        return f"{group}={choice} does not exist; {one_of}"
     return f"the configuration {error.missing_cfg_file} does not exist; leave --config-name and --config-path out"
 
 

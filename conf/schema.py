@@ -49,7 +49,8 @@ class Settings:
                 found = error.object[max(0, error.start - 30) : error.end]
                 remedy = "give the file or folder another name, or type words as UTF-8"
                 raise ValueError(f"{key}: {found!a} is not UTF-8; {remedy}") from error
-        check_tokenizer(self.tokenizer)
+        if self.tokenizer != self.model.name:  # else what is wrong is the model's name
+            check_tokenizer(self.tokenizer)
         if self.model.name is not None:
             for key, value in (("optim", self.optim.name), ("train.micro_batch", self.train.micro_batch)):
                 if value in ("muon", "auto"):

@@ -109,7 +109,7 @@ def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None
     if data.seq_len <= longest:
         return
     needed = {name: windows * data.seq_len + 1 for name, windows in windows_of.items()}
-    remedy = f"use data.seq_len={longest} or less" if longest > 0 else "use a longer text"
+    remedy = f"use data.seq_len={longest} or less" if longest > 1 else "use a longer text"
     if held_out and sum(len(dataset.tokens[name]) for name in needed) >= sum(needed.values()):
         remedy += f", or another data.validation_fraction than {data.validation_fraction}"
     asked = f"data.seq_len={data.seq_len}" + (" with data.shift_windows" if windows_of[split] > 1 else "")

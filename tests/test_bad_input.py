@@ -341,6 +341,14 @@ COMMAND_LINES = [
         ["(AssertionError); leave them out"],
     ),
     Case("~ in quotes", ["hydra.run.dir='~/runs'"], ["begins with ~, which only a shell expands; write $HOME"]),
+    *(
+        Case(f"~ after {typed}", [f"{typed}~/x"], [f"{typed}~/x begins with ~, which only a shell expands"])
+        for typed in ("init_from=", "resume=", "model.name=", "tokenizer='")
+    ),
+    Case("a file in place of data's", ["data=/dev/null/x.txt"], ["data=/dev/null/x.txt does not exist; did"]),
+    Case(
+        "a text in place of data's", [f"data={__file__}"], [f"write data=text data.files={__file__}, or choose one of"]
+    ),
     Case(
         "another working folder", ["hydra.job.chdir=true"], ["hydra.job.chdir=true would change what each path means"]
     ),

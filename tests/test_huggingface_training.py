@@ -526,6 +526,8 @@ def test_without_a_network_nobody_asks_the_hub_again_and_again(folder, tmp_path,
     monkeypatch.setattr(huggingface_model, "snapshot_download", out_of_reach)
     with pytest.raises(ValueError, match=r"model.name=some/model is no model of transformers \(no network, .*; give a"):
         resolved("some/model", "sdpa")
+    with pytest.raises(ValueError, match=r"model.name=misspelt is no model of transformers \("):  # not its tokenizer
+        train(run_settings("misspelt", tmp_path), tmp_path / "run")
     assert not caplog.records
     # of a model's files only the one that says whether it can be trained
     asked = []
