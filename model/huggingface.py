@@ -53,8 +53,10 @@ check_version(__version__)
 from transformers.utils.output_capturing import _active_collector  # noqa: E402
 
 from model.huggingface_masks import (  # noqa: E402
+    FORMS,
     INSTEAD,
     MAX_QUERIES,
+    REACHES,
     blocks_of,
     documents_of,
     mask,
@@ -73,7 +75,6 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -100,7 +101,7 @@ def attention(
         attend, blocks = _engine(query), blocks_of(attention_mask, query.shape[2])
         o = attend(query, key, value, block_mask=blocks, cu_seqlens=cu_seq_lens_q, dropout_p=dropout, **options)
         return o.transpose(1, 2).contiguous(), None
-    causal, window = _bounds(module, attention_mask, is_causal, sliding_window)
+    causal, window = _bounds(module, attention_mask, is_causal)
     options |= {"causal": causal, "window": window}
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     padded = attention_mask is not None and attention_mask.shape[0] == 4 and attention_mask.shape[3] > 0
@@ -133,18 +134,15 @@ def attention(
     return o.squeeze(0).transpose(0, 1).contiguous().unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def _bounds(
-    module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, sliding_window: int | None
-) -> tuple[bool, tuple[int, int]]:
+def _bounds(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None) -> tuple[bool, tuple[int, int]]:
     """`causal` and `window` of our calls: from the mask, which has them in its shape, else from the layer alone."""
     if attention_mask is None:
         return getattr(module, "is_causal", True) if is_causal is None else is_causal, (-1, -1)
-    causal, windowed = bool((attention_mask.shape[2] - 1) & 1), attention_mask.shape[2] > 2
-    if not windowed:
-        return causal, (-1, -1)
-    if not sliding_window:
-        raise ValueError(f"{type(module).__name__} has a window in its mask and hands none to its attention; {INSTEAD}")
-    return causal, (sliding_window - 1, 0 if causal else sliding_window - 1)
+    window, causal = divmod(attention_mask.shape[2] - 1, 2)
+    if not window:
+        return bool(causal), (-1, -1)
+    reach = REACHES[window - 1]
+    return bool(causal), (reach, 0 if causal else reach)
 
 
 def _readable_as_cache(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -223,12 +221,10 @@ def _refuse(attention_mask: object, others: dict) -> None:
     if isinstance(attention_mask, Tensor):
         shape, dtype = attention_mask.shape, attention_mask.dtype
         pairs = dtype == torch.bool or dtype.is_floating_point
-        ours = dtype == torch.int32 and len(shape) == 4 and (shape[0] == 4 or shape[:2] == (1, 1)) and shape[2] <= 4
+        kinds = 2 + 2 * len(REACHES)
+        ours = dtype == torch.int32 and len(shape) == 4 and (shape[0] == 4 or shape[:2] == (1, 1)) and shape[2] <= kinds
         if not (ours or (len(shape) == 4 and pairs)):
-            raise ValueError(
-                f"attention_mask reached a layer with shape {tuple(shape)} and {dtype}; gpt_triton takes (B, tokens) "
-                f"of 1s and 0s, or pairs (B, 1, N, Nk) as booleans or as 0 and -inf; else {INSTEAD}"
-            )
+            raise ValueError(f"attention_mask reached a layer with shape {tuple(shape)} and {dtype}; {FORMS}")
     for name in BEYOND_US:
         if others.get(name) is not None:
             raise ValueError(f"the model hands {name} to its attention, which gpt_triton does not compute; {INSTEAD}")

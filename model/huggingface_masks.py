@@ -12,7 +12,7 @@ What the host knows is in its shape, as a tensor's other attributes do not survi
     (1, 1, kind, documents + 1) int32  cu_seqlens of documents packed end to end
     (B, 1, N, Nk) bool  pairs
 
-and kind is 1 + causal + 2 * windowed.
+and kind is 1 + causal + 2 * window, where window is 0 for none, else a place in `REACHES`, from 1.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,9 @@ from kernels.decode import MAX_QUERIES
 
 HIDDEN = -1e4  # this or less, added to a score, hides a pair: exp(-1e4) is 0
 INSTEAD = 'use set_attn_implementation("sdpa"), or "eager" where the model has no sdpa'
+FORMS = (
+    "gpt_triton takes (B, tokens) of 1s and 0s, or pairs (B, 1, N, Nk) as booleans or as 0 and -inf; else " + INSTEAD
+)
 HOLE = (
     "attention_mask has a hole, a 0 between two 1s of a row, which gpt_triton cannot see on a GPU without waiting; "
     f"pad at the ends, pass booleans (B, 1, N, N), or {INSTEAD}"
@@ -45,11 +48,15 @@ COMPUTE_WITH_MASKS = (
 )  # fmt: skip
 # parts of their mask functions that ranges of keys can express
 CAUSAL = {"causal_mask_function"}
-WINDOWED = {"sliding_window_overlay", "sliding_window_bidirectional_overlay"}
+# how many tokens fewer than its number each reaches back; the first says nothing of what lies ahead
+WINDOWS = {"sliding_window_overlay": 1, "sliding_window_bidirectional_overlay": 0}
 OTHERS = {
     "and_masks", "bidirectional_mask_function", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
 
+# how many tokens back the windows reach that masks have had: a shape cannot hold such a number, as moving a mask to
+# another GPU would make it as large as its shape says
+REACHES: list[int] = []
 # mask or position_ids -> (its version, what is derived from it), which all layers of a forward pass share
 _DERIVED = WeakTensorKeyDictionary()
 # (event, flags) of padding masks on a GPU: which rows have a hole, once the event has happened; oldest first
@@ -78,11 +85,13 @@ def mask(
     use_vmap: whether mask_function must be called for one pair at a time.
 
     Raises:
-        ValueError: a model that adds numbers to its mask, a mask whose number of rows is not the batch's, or a hole
-            that a GPU has found.
+        ValueError: a model that adds numbers to its mask, a mask of another number of dimensions or of other rows
+            than the batch's, or a hole that a GPU has found.
     """
     if (model := getattr(config, "model_type", None)) in COMPUTE_WITH_MASKS:
         raise ValueError(f"layers of {model} compute with their mask, of which gpt_triton makes none; {INSTEAD}")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask has {attention_mask.dim()} dimensions; {FORMS}")
     if attention_mask is not None and len(attention_mask) != batch_size:
         raise ValueError(f"attention_mask has {len(attention_mask)} rows and the batch {batch_size}; give one for each")
     refuse_found_holes()
@@ -97,8 +106,8 @@ def mask(
 
     if (parsed := _parsed(mask_function)) is None:
         return pairs()
-    causal, windowed, documents = parsed
-    kind = 1 + causal + 2 * windowed
+    causal, window, documents = parsed
+    kind = 1 + causal + 2 * window
     if documents is not None and (cu_seqlens := documents_of(documents.diff(dim=-1) != 0)) is not None:
         packed = cu_seqlens.view(1, 1, 1, -1).expand(1, 1, kind, -1).contiguous()
         shared(packed, "cu_seqlens", lambda: cu_seqlens)
@@ -125,7 +134,7 @@ def mask(
         first, last = first.clamp(max=end), end
     ranges = first.new_zeros(4, 1, kind, first.shape[0])
     ranges[0], ranges[1] = first, last
-    if beginning if causal else windowed:  # queries and keys are the same tokens: padding has neither
+    if beginning if causal else window:  # queries and keys are the same tokens: padding has neither
         ranges[2:] = ranges[:2]
     else:
         ranges[3] = q_length
@@ -138,28 +147,37 @@ def mask(
 # ---- their mask functions
 
 
-def _parsed(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
-    """(causal, windowed, the document of each token (B, N) or None); None where ranges of keys cannot express it."""
+def _parsed(mask_function: Callable) -> tuple[bool, int, Tensor | None] | None:
+    """(causal, window, the document of each token (B, N) or None); None where ranges of keys cannot express it."""
     if mask_function is theirs.causal_mask_function:
-        return True, False, None
+        return True, 0, None
     if mask_function is theirs.bidirectional_mask_function:
-        return False, False, None
+        return False, 0, None
     return _parsed_parts(mask_function)
 
 
 @torch.compiler.disable(reason=PACKED)
-def _parsed_parts(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
-    names, documents, functions = set(), None, [mask_function]
+def _parsed_parts(mask_function: Callable) -> tuple[bool, int, Tensor | None] | None:
+    names, reaches, documents, functions = set(), [], None, [mask_function]
     while functions:
         function = functions.pop()
         name = function.__qualname__.partition(".<locals>")[0]
-        if function.__module__ != theirs.__name__ or name not in CAUSAL | WINDOWED | OTHERS:
+        if function.__module__ != theirs.__name__ or name not in CAUSAL | WINDOWS.keys() | OTHERS:
             return None
         names.add(name)
         inside = getclosurevars(function).nonlocals
+        if name in WINDOWS:
+            reaches.append(inside["sliding_window"] - WINDOWS[name])
         documents = inside.get("packed_sequence_mask", documents)
         functions += inside.get("mask_functions", [inside[key] for key in ("mask_function",) if key in inside])
-    return bool(names & CAUSAL), bool(names & WINDOWED), documents
+    causal, reach = bool(names & CAUSAL), min(reaches, default=None)
+    if reach is None:
+        return causal, 0, documents
+    if reach < 0 or (not causal and "sliding_window_overlay" in names):
+        return None
+    if reach not in REACHES:
+        REACHES.append(reach)
+    return causal, 1 + REACHES.index(reach), documents
 
 
 @torch.compiler.disable(reason=PACKED)

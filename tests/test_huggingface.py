@@ -20,6 +20,8 @@ from model import huggingface  # noqa: E402
 from tests.huggingface_models import (  # noqa: E402
     DECODERS,
     ENCODERS,
+    GROUPED,
+    LAYERS,
     VOCAB,
     N,
     build,
@@ -579,22 +581,44 @@ def test_documents_beside_pairs_are_refused(in_pytorch):
         huggingface.attention(torch.nn.Identity(), q, q, q, pairs, cu_seq_lens_q=starts)
 
 
-def test_a_window_that_is_in_the_mask_alone_is_refused():
-    """Qwen2-MoE's layers do not hand theirs to their attention; without this it would be dropped."""
-    q = torch.zeros(1, 4, N, 16)
-    mask = huggingface.mask(1, N, N, mask_function=masking_utils.sliding_window_causal_mask_function(4))
-    with pytest.raises(ValueError, match=rf"Identity has a window in its mask and hands none to its attention; {SDPA}"):
-        huggingface.attention(torch.nn.Identity(), q, q, q, mask)
-    with pytest.raises(ValueError, match="Identity has a window in its mask and hands none"):
-        huggingface.attention(torch.nn.Identity(), q, q, q, mask, sliding_window=0)
-    config = transformers.Qwen2MoeConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, sliding_window=4,
-        use_sliding_window=True, max_window_layers=2, attn_implementation=huggingface.NAME,
-    )  # fmt: skip
-    model = transformers.Qwen2MoeForCausalLM(config)
-    with pytest.raises(ValueError, match="Qwen2MoeAttention has a window in its mask and hands none"):
-        model(tokens(), use_cache=False)
+def test_a_window_is_the_masks_and_not_the_layers():
+    """Qwen2-MoE's layers hand none to their attention, and T5Gemma's encoder one that is a token narrower than its."""
+    sizes = {k: v for k, v in GROUPED.items() if k != "bos_token_id"} | {"num_key_value_heads": 4}
+    one = sizes | LAYERS | {"dropout_rate": 0.0}
+    t5gemma = {"encoder": one, "decoder": one | {"cross_attention_hidden_size": 64}, "is_encoder_decoder": False}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    of_all = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
+    for model in (
+        transformers.T5GemmaEncoderModel(transformers.T5GemmaConfig(**t5gemma)).eval(),
+        transformers.Qwen2MoeModel(transformers.Qwen2MoeConfig(**sizes, **experts, **of_all)).eval(),
+    ):
+        found = {}
+        for name in ("eager", huggingface.NAME):
+            model.set_attn_implementation(name)
+            with torch.no_grad():
+                found[name] = model(tokens()).last_hidden_state
+        torch.testing.assert_close(found[huggingface.NAME], found["eager"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "sees",
+    [
+        masking_utils.sliding_window_causal_mask_function(4),
+        masking_utils.sliding_window_bidirectional_mask_function(4),
+        masking_utils.sliding_window_overlay(4),  # no bound ahead
+        masking_utils.sliding_window_causal_mask_function(0),  # nothing
+        masking_utils.and_masks(
+            masking_utils.sliding_window_causal_mask_function(7), masking_utils.sliding_window_bidirectional_overlay(3)
+        ),
+    ],
+)  # fmt: skip
+def test_each_window_of_a_mask_function_is_computed(sees):
+    q, k, v = torch.randn(3, 2, 4, N, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    place = torch.arange(N)
+    pairs = sees(place[:1], place[:1], place[:, None], place)
+    found, _ = huggingface.attention(torch.nn.Identity(), q, k, v, huggingface.mask(2, N, N, mask_function=sees))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs)
+    torch.testing.assert_close(found.transpose(1, 2), expected.nan_to_num(), atol=1e-5, rtol=0)
 
 
 def test_the_name_is_none_of_flash_attentions():
