@@ -112,7 +112,7 @@ def run(
     # --- what the run writes: the log, the description, checkpoints
     description = chosen.description | {"provenance": provenance()}
     log = on_first(RunLog)(run_dir, settings, chosen.wandb, description, resumed)
-    saver = saver_of(run_dir / "checkpoints", config, log.say, world)
+    saver = saver_of(run_dir / "checkpoints", config, log.say, world, best_loss)
     log.describe(dataset.manifest, evaluation.protocol)
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
@@ -124,10 +124,10 @@ def run(
 
     speed = Speed(model, hardware, config.batch_tokens, first_step, began - chosen.seconds_before)
 
-    def save(step: int, *, best: bool) -> None:
+    def save(step: int, val_loss: float | None = None) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
         progress = {"step": step, "metric_lines": log.lines} | speed.progress(step)
-        saver.save(model, state, progress | description, best=best)
+        saver.save(model, state, progress | description, val_loss)
 
     with (
         log,
@@ -164,7 +164,7 @@ def run(
             if bad := check.bad_step(step, loss, grad_norm, wait=stopping or config.is_observed(step)):
                 if not bad_steps.handle(bad, prefetcher, stepper.compute_step, stop):
                     step = bad.step - 1
-                    save(step, best=False)
+                    save(step)
                     break
                 step, loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
                 speed.restart(step)
@@ -187,7 +187,7 @@ def run(
             if record:
                 log.metrics(step, record)
             if is_best or stopping or config.is_due(config.save_every, step):
-                save(step, best=is_best)
+                save(step, results.get("val_loss"))
             if config.sample_tokens and config.is_due(config.sample_every, step):
                 text = stepper.sample(dataset.tokenizer)
                 log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")

@@ -101,7 +101,7 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
     if unknown:
         key = unknown.group(1).split("=")[0]
         if text.startswith("Could not delete") and key in keys:
-            return f"~{key} deletes nothing: {key} is null already; drop it"
+            return f"~{key} deletes nothing: {key} is null already; drop it, or for a resumed run: {key}=null"
         if text.startswith("Could not append") and key in keys:
             return f"+{key} adds a key, and {key} is there; write {key}=VALUE"
         if key in keys:  # a mapping that accepts any keys

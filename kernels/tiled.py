@@ -15,7 +15,7 @@ from .call import Options, check_call
 from .documents import call_packed
 from .mask_visits import BLOCK
 from .reference import alibi_bias, by_documents, kept_pairs, visible_pairs
-from .support import refuse_second_derivative, refuse_torch_func
+from .support import refuse_forward_mode, refuse_second_derivative, refuse_torch_func
 
 
 def tiled_attention(
@@ -63,6 +63,7 @@ def _tiled(block_q: int, block_k: int):
 
     def attention(q, k, v, options, first_row=0):
         refuse_torch_func("tiled_attention", "naive_attention")
+        refuse_forward_mode("tiled_attention", "naive_attention", q, k, v)
         if torch.jit.is_tracing():  # it ends in an error of the tracer's own
             raise RuntimeError("tiled_attention is not for torch.jit.trace: use naive_attention")
         # the loops are unrolled over these numbers, which a compiler must know before it traces the Function

@@ -221,7 +221,7 @@ def test_a_copied_run_whose_links_are_folders_saves_and_prunes(copied):
         "best": "step_000001",
     }
     for step in (4, 5):
-        saver.save(Net(), {}, {"step": step}, best=False)
+        saver.save(Net(), {}, {"step": step})
     saver.check()
     assert steps(copied) == [1, 4, 5]
     assert checkpoints.open_checkpoint(copied / "last").step == 5
@@ -464,8 +464,21 @@ def size_limit(nbytes):
 
 
 def save_with(saver, net, step):
-    saver.save(net, {"value": torch.zeros(100_000)}, {"step": step}, best=False)
+    saver.save(net, {"value": torch.zeros(100_000)}, {"step": step})
     saver.wait()
+
+
+def test_a_best_one_that_could_not_be_written_does_not_count(saver):
+    """It would make the best one that there is look like any other, and that is deleted."""
+    for step, val_loss, nbytes in ((1, 3.0, -1), (2, 1.0, 10_000), (3, 2.0, -1), (4, 2.5, -1), (5, None, -1)):
+        with size_limit(nbytes) if nbytes > 0 else contextlib.nullcontext():
+            saver.save(Net(), {"value": torch.zeros(100_000)}, {"step": step}, val_loss)
+            saver.wait()
+    assert [line.partition(" to ")[0] for line in saver.lines] == ["not saved: step 2"]
+    assert steps(saver.folder) == [3, 5]
+    best = checkpoints.open_checkpoint(saver.folder / "best")
+    assert (best.step, best.meta["best_loss"]) == (3, 2.0)
+    assert checkpoints.open_checkpoint(saver.folder / "last").meta["best_loss"] == 2.0
 
 
 def check_survived(saver, said):
@@ -646,13 +659,13 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(saver, monkeypatch
         return write(folder, weights, state, meta, best=best)
 
     monkeypatch.setattr(checkpoints, "write", held_up)
-    saver.save(net, state, {"step": 1}, best=True)
+    saver.save(net, state, {"step": 1}, 1.0)
     with torch.no_grad():  # a step of training
         net.linear.weight.zero_()
         state["moments"][0]["exp_avg"].zero_()
     assert steps(saver.folder) == []
     may_write.set()
-    saver.save(net, state, {"step": 2}, best=False)
+    saver.save(net, state, {"step": 2})
     saver.check()
     assert begun == steps(saver.folder) == [1, 2]
     for step, weight, moment in ((1, before, 1.0), (2, torch.zeros(4, 4), 0.0)):
@@ -665,7 +678,7 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(saver, monkeypatch
 
 
 def test_a_mistake_of_ours_in_the_thread_is_not_swallowed(saver):
-    saver.save(Net(), {}, {"step": 1, "wrong": object()}, best=False)
+    saver.save(Net(), {}, {"step": 1, "wrong": object()})
     with pytest.raises(TypeError, match="not JSON serializable"):
         saver.wait()
     assert steps(saver.folder) == []
@@ -808,7 +821,7 @@ def test_a_folder_that_was_renamed_is_to_be_put_back(saver):
 def test_weights_that_are_not_finite_are_not_saved(saver, value):
     net = Net()
     net.linear.weight.data[1, 2] = value
-    saver.save(net, {}, {"step": 1}, best=False)
+    saver.save(net, {}, {"step": 1})
     saver.wait()
     assert saver.lines == ["not saved: step 1: linear.weight is not finite"]
     assert steps(saver.folder) == []

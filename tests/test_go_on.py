@@ -225,11 +225,14 @@ def test_auto_says_how_the_last_sweep_of_a_name_goes_on(here, train):
         (Path("runs/mine") / time / "multirun.yaml").write_text("")
     last = "hydra.sweep.dir=runs/mine/2026-01-02_00-00-00 goes on with the sweep there"
     assert last in train(*OWN, "resume=auto").out
-    member = "hydra.run.dir=runs/mine/2026-01-02_00-00-00/1"
-    assert last.replace("02_", "01_") in train(*OWN, "resume=auto", member).out
     shutil.copytree("runs/mine", "runs/k=v")  # what it says is as it is typed
     said = """'hydra.sweep.dir="runs/k=v/2026-01-02_00-00-00"' goes on with the sweep there"""
     assert said in train(*OWN, "name=k=v", "resume=auto", "hydra.run.dir='runs/k=v/2026-01-03_00-00-00'").out
+    Path("runs/mine/2026-01-03_00-00-00/1").mkdir(parents=True)
+    Path("runs/mine/2026-01-03_00-00-00/multirun.yaml").write_text("")
+    member = "hydra.run.dir=runs/mine/2026-01-0{}_00-00-00/1"
+    assert last in train(*OWN, "resume=auto", member.format(3)).out  # the first of a sweep, in vain
+    assert "with the sweep there" not in train(*OWN, "resume=auto", member.format(2)).out  # a sweep that goes on
 
 
 def test_another_context_is_one_that_the_run_s_steps_can_have(here, train):

@@ -357,6 +357,9 @@ def test_the_best_loss_is_of_what_is_evaluated_now(tmp_path):
     begun = train(small_run(tmp_path, "train.steps=41", f"resume={run_dir}", f"data.files={other}"), run_dir)
     assert begun["best_val_loss"] == begun["val_loss"] > ended["best_val_loss"]
     assert open_checkpoint(run_dir / "checkpoints" / "best").step == 41
+    described_anew(run_dir / "checkpoints" / "step_000041", lambda meta: meta.update(best_loss=0.5))
+    again = train(small_run(tmp_path, "train.steps=41", f"resume={run_dir}", f"data.files={other}"), run_dir)
+    assert again["best_val_loss"] == 0.5  # the written one's, whatever was found since
 
 
 @pytest.mark.parametrize("key", ["data.seq_len", "data.document_mask", "train.eval_windows", "fingerprint"])
@@ -410,6 +413,18 @@ def test_a_finished_run_keeps_the_description_of_what_trained_it(tmp_path):
     assert (run_dir / "config.yaml").read_text() != described
 
 
+def test_what_is_held_out_is_refused_wherever_the_text_lies_now(stopped, tmp_path):
+    """Another name for a text that is the same would hide that it was trained on."""
+    moved = tmp_path / "moved.txt"
+    shutil.copy(stopped / "corpus.txt", moved)
+    with pytest.raises(
+        ValueError, match=r"with data.validation_fraction=0.1, this run has 0.3; use 0.1, as what is held"
+    ):
+        go_on(stopped, f"data.files={moved}", "data.validation_fraction=0.3")
+    moved.write_text((stopped / "corpus.txt").read_text()[::-1])
+    assert go_on(stopped, f"data.files={moved}", "data.validation_fraction=0.3", "train.max_hours=1e-9")["steps"] == 2
+
+
 def test_a_text_that_has_changed_is_refused_whatever_else_changes():
     """Keys of the data group that do not change the text do not stand for another one."""
     before = {"files": ["a.txt"], "source": "text", "seq_len": 8, "shift_windows": False, "document_mask": False}
@@ -420,7 +435,8 @@ def test_a_text_that_has_changed_is_refused_whatever_else_changes():
         with pytest.raises(ValueError, match="trained on another text"):
             refuse_another_text(checkpoint, {"data": before | {key: value}}, "now")
         refuse_another_text(checkpoint, {"data": before | {key: value}}, "then")
-    refuse_another_text(checkpoint, {"data": before | {"files": ["b.txt"], "validation_fraction": 0.2}}, "now")
+    another = {"data": before | {"files": ["b.txt"], "validation_fraction": 0.2}, "tokenizer": "bytes"}
+    refuse_another_text(checkpoint, another, "now")
     refuse_another_text(checkpoint, {"data": before | {"validation_fraction": 0.05}}, "now")
     of_hub = before | {"split": "train[:10%]", "validation_split": "validation"}
     hub = SimpleNamespace(path="run", meta={"data_fingerprint": "then", "settings": {"data": of_hub}})

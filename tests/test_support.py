@@ -464,3 +464,12 @@ def test_a_forward_mode_derivative_is_an_error_and_never_zero(function, shape):
         torch.func.jvp(function, (x,), (torch.ones_like(x),))
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match=said):
         function(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_tiled_attention_has_none_either(which):
+    qkv = list(torch.randn(3, 1, 1, 4, 16))
+    with forward_ad.dual_level():
+        qkv[which] = forward_ad.make_dual(qkv[which], torch.ones_like(qkv[which]))
+        with pytest.raises(RuntimeError, match=r"^tiled_attention has no forward-mode derivative \(jvp\): use naive"):
+            tiled_attention(*qkv)

@@ -3,7 +3,7 @@
     <run>/checkpoints/step_000600/
         model.safetensors    the weights
         state.pt             optimizer and random-number states (read with weights_only=True: no code is run)
-        checkpoint.json      step, numbers of this save and of the best one in the folder, resolved settings, versions
+        checkpoint.json      step, numbers of this save and of the best one in the folder, its loss, settings, versions
         manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
     <run>/checkpoints/went_back.json    where the run went back to an earlier one: which saves are of the branch it left

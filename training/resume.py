@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from data import DataConfig
+from data.dataset import digest, locate
 from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, best_of, newest_complete, open_checkpoint
@@ -147,7 +149,11 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
     """Raise ValueError if the text has changed and no key of the data group says so, or if other rows are held out."""
     then, before, now = checkpoint.meta["data_fingerprint"], checkpoint.meta["settings"]["data"], settings["data"]
     changed = [key for key in now if key not in NOT_OF_THE_TEXT and before.get(key, now[key]) != now[key]]
-    if key := _held_out_anew(before, now, changed):
+    splitting = [key for key in SPLITS_THE_TEXT if key in changed]
+    named = {*changed} - {*SPLITS_THE_TEXT, "streaming"}
+    if splitting and named and not _is_the_same_text(then, before, settings):
+        splitting = []  # another text, which may be split in any way
+    if key := _held_out_anew(before, now, splitting):
         raise _was_another(
             f"resume={checkpoint.path}", f"data.{key}", before[key], now[key],
             f", as what is held out now may have been trained on, or begin one with init_from={checkpoint.path}",
@@ -162,16 +168,25 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
         )
 
 
-def _held_out_anew(before: Mapping[str, Any], now: Mapping[str, Any], changed: list[str]) -> str | None:
-    """The first of the `changed` keys that holds out other or more rows of the same text; None if there is none."""
-    if not changed or {*changed} - {*SPLITS_THE_TEXT, "streaming"}:
-        return None  # the same split, or another text
+def _is_the_same_text(then: str, before: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether the text, wherever it lies now, would have the fingerprint `then` if it were read and split as before."""
+    now = settings["data"]
+    as_before = {key: now[key] if key in NAMES_THE_TEXT else before.get(key, now[key]) for key in now}
+    try:
+        _, identity, _ = locate(DataConfig(**as_before), settings["tokenizer"])
+    except ValueError:  # it cannot even be read so
+        return False
+    return digest(identity) == then
+
+
+def _held_out_anew(before: Mapping[str, Any], now: Mapping[str, Any], splitting: list[str]) -> str | None:
+    """The first of the changed keys, `splitting`, that holds out other or more rows; None if there is none."""
     holding_out = {*SPLITS_THE_TEXT}
     if now.get("validation_split"):  # it shares no rows with `split`, whatever that is
         holding_out = {"validation_split"}
     elif now["validation_fraction"] <= before.get("validation_fraction", 0.0):  # a part of what was held out: its end
         holding_out = {"split", "validation_split"}
-    return next((key for key in SPLITS_THE_TEXT if key in changed and key in holding_out), None)
+    return next((key for key in splitting if key in holding_out), None)
 
 
 def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapping[str, str], vocab_size: int) -> None:
@@ -208,7 +223,9 @@ def _refuse_another_model(
 
 
 def newest_sweep(run: Path) -> Path | None:
-    """The newest other sweep with checkpoints under the run's name; None if there is none."""
+    """The newest other sweep with checkpoints under the run's name; None if there is none, or its own has others'."""
+    if (own := sweep_of(run)) and any(path.parent != run for path in own.glob("*/checkpoints")):
+        return None
     of_name = (sweep_of(run) or run).parent
     sweeps = {sweep for path in of_name.glob("*/*/checkpoints") if (sweep := sweep_of(path.parent))}
     return max(sweeps - {run.parent}, key=by_time, default=None)
@@ -234,8 +251,8 @@ def restore(
     run_dir: Path,
 ) -> tuple[dict[str, Any], float]:
     """Load `checkpoint` into model, optimizer and random streams. Return its whole state and the best validation loss
-    that counts in the run of this `description`: inf where it was measured on another text or other windows, or
-    `run_dir` does not have its weights; for a new run, without a checkpoint, ({}, inf).
+    that counts in the run of this `description`, which is the best checkpoint's: inf where it was measured on another
+    text or other windows, or `run_dir` does not have its weights; for a new run, without a checkpoint, ({}, inf).
 
     ValueError names what the checkpoint lacks, or what does not fit.
     """
@@ -257,7 +274,9 @@ def restore(
     own = checkpoint.is_in(run_dir / "checkpoints")
     kept = own and ("best_save" not in checkpoint.meta or best_of(checkpoint))
     counts = kept and held_out(checkpoint.meta) == held_out(description)
-    return state, state["best_loss"] if counts else math.inf
+    if "best_loss" in checkpoint.meta:  # the state's may be of a checkpoint that could not be written
+        checkpoint.require({"best_loss": (int, float)}, checkpoint.meta, META)
+    return state, checkpoint.meta.get("best_loss", state["best_loss"]) if counts else math.inf
 
 
 def _order(settings: Mapping[str, Any]) -> tuple:

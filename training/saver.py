@@ -1,5 +1,6 @@
 """Saving in the background: the loop takes a copy, a thread writes it, and a failure does not end the run."""
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +30,17 @@ class Saver:
     continues: the checkpoints before it are whole, and the next save tries again. The other processes of `world` then
     report it too. Weights that are not finite are not saved either. Use it with `with`, which waits for the last one;
     `check` then raises if that one failed and the end of the run is lost; `error` says why.
+
+    best_loss: the validation loss of the best checkpoint in `folder`; inf if there is none. One that could not be
+        written does not count: a later one, which is not as good, may be the best that there is.
     """
 
     def __init__(
-        self, folder: Path, keep_last: int, keep_every: int, say: Callable[[str], None], world: World = ALONE
-    ) -> None:
+        self, folder: Path, keep_last: int, keep_every: int, say: Callable[[str], None], world: World = ALONE,
+        *, best_loss: float = math.inf,
+    ) -> None:  # fmt: skip
         self.folder, self._keep_last, self._keep_every, self._say = folder, keep_last, keep_every, say
-        self._world = world
+        self._world, self._best_loss = world, best_loss
         self._saved: Path | None = None
         self.error: OSError | ValueError | None = None  # why the last attempt failed; ValueError: of the weights
         self.ends_for_bad_numbers = False  # the run has reported that: damaged weights are not a second failure
@@ -44,8 +49,10 @@ class Saver:
         self._host: dict[tuple, torch.Tensor] = {}  # path in weights and state -> the tensor's copy
         checkpoints.prepare(folder)
 
-    def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
-        """Save the model and `state` as they are now. state and meta: see `checkpoint.write`."""
+    def save(
+        self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], val_loss: float | None = None
+    ) -> None:
+        """Save the model and `state` as they are now. state and meta: see `checkpoint.write`; val_loss: of now."""
         self._world.suspend_timeout()  # the others wait while the save before is still being written
         self.wait()
         with self._world.communicating():
@@ -53,7 +60,7 @@ class Saver:
         device = next(model.parameters()).device
         copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         # not a daemon: an interpreter that ends waits for what is being written
-        self._writing = threading.Thread(target=self._write, args=(weights, state, meta, best, copied), name=SAVER)
+        self._writing = threading.Thread(target=self._write, args=(weights, state, meta, val_loss, copied), name=SAVER)
         self._writing.start()
 
     def go_back(self, checkpoint: checkpoints.Checkpoint) -> None:
@@ -103,8 +110,9 @@ class Saver:
         return copy.copy_(value.detach(), non_blocking=value.is_cuda)  # the event `copied` covers CUDA alone
 
     def _write(
-        self, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], best: bool, copied: Any
+        self, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], val_loss: float | None, copied: Any
     ) -> None:
+        best_loss = self._best_loss if val_loss is None else min(self._best_loss, val_loss)
         try:
             if copied is not None:
                 copied.synchronize()
@@ -114,8 +122,9 @@ class Saver:
                 self._say(f"not saved: step {meta['step']}: {wrong} is not finite{kept}")
                 self.error = None if self.ends_for_bad_numbers else ValueError(f"{wrong} is not finite")
                 return
-            self._saved = checkpoints.write(self.folder, weights, state, meta, best=best)
-            self.error = None
+            meta = meta | ({"best_loss": best_loss} if math.isfinite(best_loss) else {})
+            self._saved = checkpoints.write(self.folder, weights, state, meta, best=best_loss < self._best_loss)
+            self.error, self._best_loss = None, best_loss
             self._prune()
         except OSError as error:
             self.error, self._world.messages.unsaved = error, meta["step"]
@@ -147,14 +156,18 @@ class ShardSender(NullObject):
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
+    def save(
+        self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], val_loss: float | None = None
+    ) -> None:
         with self._world.communicating():
             for value in tree_leaves((checkpoints.weights_of(model), state)):  # in the order of `Saver`
                 full_tensor(value)
 
 
-def saver_of(folder: Path, config: Any, say: Callable[[str], None], world: World) -> Saver | ShardSender:
+def saver_of(
+    folder: Path, config: Any, say: Callable[[str], None], world: World, best_loss: float
+) -> Saver | ShardSender:
     """What saves a run with `config` (TrainConfig): a `Saver` in the first process, a `ShardSender` in the others."""
     if world.is_first:
-        return Saver(folder, config.keep_last, config.keep_every, say, world)
+        return Saver(folder, config.keep_last, config.keep_every, say, world, best_loss=best_loss)
     return ShardSender(world)

@@ -37,7 +37,7 @@ def save_cost(step: Callable[[], None], model: GPT, optimizer: Optimizer, hardwa
 
         def save(number: int) -> None:
             state = {"optimizer": optimizer.state_dict(), "random": random_states(hardware.device)}
-            saver.save(model, state, {"step": number}, best=False)
+            saver.save(model, state, {"step": number})
 
         save(0)  # allocates the host memory
         saver.wait()
