@@ -600,6 +600,11 @@ def test_a_window_is_the_masks_and_not_the_layers():
         torch.testing.assert_close(found[huggingface.NAME], found["eager"], atol=1e-5, rtol=0)
 
 
+def test_a_mask_of_three_dimensions_is_refused():
+    with pytest.raises(ValueError, match=r"^attention_mask has 3 dimensions; gpt_triton takes \(B, tokens\) of 1s and"):
+        huggingface.mask(2, N, N, attention_mask=torch.ones(2, N, N, dtype=torch.bool))
+
+
 @pytest.mark.parametrize(
     "sees",
     [
