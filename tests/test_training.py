@@ -26,6 +26,7 @@ from model import GPT, GPTConfig, resolve_attention
 from tests.runs import settings, small_run
 from training import log as run_log
 from training import provenance
+from training.checkpoint import Checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.log import RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
@@ -362,7 +363,7 @@ def log(tmp_path, *, steps=9, first_step=0):
     if first_step:
         path = tmp_path / "checkpoints" / f"step_{first_step:06d}"
         path.mkdir(parents=True, exist_ok=True)
-        checkpoint = SimpleNamespace(step=first_step, path=path.resolve(), meta={"metric_lines": first_step})
+        checkpoint = Checkpoint(path.resolve(), {"step": first_step, "metric_lines": first_step})
         chosen.resume = str(path)
     return RunLog(tmp_path, chosen, ("disabled", ""), {"settings": {"resume": chosen.resume}}, checkpoint)
 

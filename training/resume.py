@@ -153,7 +153,7 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
     named = {*changed} - {*SPLITS_THE_TEXT, "streaming"}
     if splitting and named and not _is_the_same_text(then, before, settings):
         splitting = []  # another text, which may be split in any way
-    if key := _held_out_anew(before, now, splitting):
+    if splitting and (key := _held_out_anew(before, now, splitting)):
         raise _was_another(
             f"resume={checkpoint.path}", f"data.{key}", before[key], now[key],
             f", as what is held out now may have been trained on, or begin one with init_from={checkpoint.path}",

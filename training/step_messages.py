@@ -125,6 +125,7 @@ class StepClock:
     def __init__(self) -> None:
         self.last_ms = 0.0
         self._spans: deque[tuple[Mark, Mark]] = deque()  # not over when last queried
+        self.begin(torch.device("cpu"))
 
     def begin(self, device: torch.device) -> None:
         self._device, self._began = device, Mark(device)
