@@ -398,7 +398,7 @@ def launches(engine, batch, capacity, page, num_q=1):
     launch = seen[0]
     types = []
     for name, x in zip(launch.kernel.arg_names, launch.arguments, strict=False):
-        special = name not in portable.NOT_SPECIALIZED
+        special = name not in portable.NOT_SPECIALIZED_OVER_A_CACHE
         types.append(native_specialize_impl(CUDABackend, x, False, special, special))
     return launch.constants, types
 

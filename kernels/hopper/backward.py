@@ -41,15 +41,13 @@ from .tma import tile_width
 # How many bytes of Q, dO and dQ's sum the heads of a section may take, as a share of the L2 cache, by the width of the
 # tiles: NOTES.md
 L2_SHARE = {64: 1 / 4, 128: 1 / 2}
-
-
-UNTIL_ADDED = tl.constexpr(tma.spin("setp.ne.u32 waits, now, $2; @waits nanosleep.u32 100;"))
+_UNTIL_ADDED = tl.constexpr(tma.spin("setp.ne.u32 waits, now, $2; @waits nanosleep.u32 100;"))
 
 
 @triton.jit
 def _wait_for_adds(address, adds):
     """Wait until the int32 at `address` is `adds`, asleep between two looks."""
-    code: tl.constexpr = UNTIL_ADDED
+    code: tl.constexpr = _UNTIL_ADDED
     tl.inline_asm_elementwise(code, "=r,l,r", [address, adds], dtype=tl.int32, is_pure=False, pack=1)
 
 

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..call import Options
 from ..decode import Call, decode_key
 from ..launch import Launch, Plan, plan_of, run, sizes_described
-from ..portable.decode import NOT_SPECIALIZED, decode_launches, given_tensors, repeated_decode
+from ..portable.decode import NOT_SPECIALIZED_OVER_A_CACHE, decode_launches, given_tensors, repeated_decode
 from ..portable.tuning import DecodeTile, decode_rows
 from ..replay import Repeated
 from . import tma
@@ -54,7 +54,7 @@ def _registers(build):
     return [168, 96, 96] if build.QUERIES_AS_ROWS and build.APPEND else [160, 104, 104]
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED_OVER_A_CACHE)
 def hopper_decode_kernel(
     # descriptors of boxes (1, 1, PIECE, 128 bytes) of consecutive slots
     k_desc,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D), q's dtype, int8 or e4m3

@@ -183,7 +183,7 @@ def _attended(
 ):  # fmt: skip
     """Attend to the tiles begin .. end of an item, added one after the other. Returns (the ring's next step, sums,
     those of odd columns where WORDS, maxima, denominators)."""
-    COLUMNS: gl.constexpr = 1 if build.QUERIES_AS_ROWS else 0
+    KEYS: gl.constexpr = 1 if build.QUERIES_AS_ROWS else 0  # as in `consumer`
     k_tiles, v_tiles, p_tile, warp_partials = tiles
     q_tile = rings.q.index(place * 2 if build.WORDS else place)
     acc, maximum, total = _no_keys(build)
@@ -209,8 +209,8 @@ def _attended(
             )  # fmt: skip
         mbarrier.arrive(rings.empty.index(stage), count=1)
         if build.WORDS:
-            odd, _, _ = fold(odd, maximum, total, part_odd, part_maximum, part_total, COLUMNS)
-        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total, COLUMNS)
+            odd, _, _ = fold(odd, maximum, total, part_odd, part_maximum, part_total, KEYS)
+        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total, KEYS)
         step += 1
     return step, acc, odd, maximum, total
 

@@ -24,17 +24,17 @@ from ..replay import Repeated
 from .cached import Cached, append, bad_pages, kept_keys, key_pointers
 from .scores import Scoring, logits_of, slope_of
 from .split import ROWS_BLOCK, Batch, Item, Parts, cut, extent, fold, fold_row, row_of, store_row
-from .tiles import LOG2_E, Mask, mask_scores
+from .tiles import LOG2_E, NOT_SPECIALIZED, Mask, mask_scores
 from .tuning import DecodeTile, cut_for, decode_memory, decode_rows, decode_tile, fitting
 from .widen import widened
 
 NEVER = 2**30  # a window's bound that no distance reaches
 IN_FLIGHT = tl.constexpr(4)
-# integers that may be 1, or a multiple of 16, in one call and not in the next, which would compile again
-NOT_SPECIALIZED = (
+NOT_SPECIALIZED_OVER_A_CACHE = (
+    *NOT_SPECIALIZED,
     "q_batch", "q_head", "q_token", "cache_row", "cache_head", "cache_slot", "new_batch", "new_head", "new_token",
-    "scale_row", "scale_head", "scale_slot", "table_row", "num_rows", "num_heads", "num_kv_heads", "num_q",
-    "capacity", "num_pages", "slot_rows", "min_span_items", "window_left", "window_right",
+    "scale_row", "scale_head", "scale_slot", "table_row", "num_rows", "capacity", "num_pages", "slot_rows",
+    "min_span_items",
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def _attend(
     return acc, odd, maximum, total
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED_OVER_A_CACHE)
 def flash_decode_kernel(
     # inputs; k_cache, v_cache and, with one scale per token, the scales are written where APPEND
     q,  # (B, Hq, Nq, D) fp16 | bf16 | fp32

@@ -140,15 +140,15 @@ def row_of(unit, size, batch):
 
 
 @triton.jit
-def fold(acc, maximum, total, part_acc, part_maximum, part_total, COLUMNS: tl.constexpr = 1):
+def fold(acc, maximum, total, part_acc, part_maximum, part_total, AXIS: tl.constexpr = 1):
     """Combine two partial results under the larger maximum. Folding in the empty one, (0, -inf, 0), changes no bit.
 
-    COLUMNS: the axis of D in the sums; the other one is that of queries.
+    AXIS: of D in the sums; the other one is that of queries.
     """
     larger = tl.maximum(maximum, part_maximum)
     base = tl.where(larger == -float("inf"), 0.0, larger)
     weight, part_weight = tl.exp2(maximum - base), tl.exp2(part_maximum - base)
-    acc = acc * tl.expand_dims(weight, COLUMNS) + part_acc * tl.expand_dims(part_weight, COLUMNS)
+    acc = acc * tl.expand_dims(weight, AXIS) + part_acc * tl.expand_dims(part_weight, AXIS)
     return acc, larger, total * weight + part_total * part_weight
 
 
