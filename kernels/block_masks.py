@@ -300,15 +300,16 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     _check_sizes(Nq=num_q, Nk=num_k)
     q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
     numbers = given.kv_num_blocks
-    if (
-        numbers.dim() != 3
-        or numbers.shape[2] != q_blocks
-        or any(
-            not small <= long <= BLOCK * blocks
-            for small, long, blocks in zip((num_q, num_k), given.seq_lengths, (q_blocks, k_blocks), strict=True)
-        )
+    if any(
+        not small <= long <= BLOCK * blocks
+        for small, long, blocks in zip((num_q, num_k), given.seq_lengths, (q_blocks, k_blocks), strict=True)
     ):
         raise ValueError(f"block_mask is torch's of {tuple(given.shape)}; q and k have {num_q} x {num_k} tokens")
+    if numbers.dim() != 3 or numbers.shape[2] != q_blocks:  # sliced: its seq_lengths stay
+        raise ValueError(
+            f"block_mask has kv_num_blocks {tuple(numbers.shape)}; {num_q} queries have {q_blocks} blocks: (B, H, "
+            f"{q_blocks})"
+        )
     partial = _listed(*lists[0], k_blocks)
     full = torch.zeros_like(partial) if lists[1][0] is None else _listed(*lists[1], k_blocks)
     full, partial = full.cpu().numpy(), partial.cpu().numpy()

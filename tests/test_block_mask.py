@@ -374,6 +374,14 @@ def test_pytorch_139462_a_mask_longer_than_the_call():
         flash_attention(q, k, v, block_mask=longer)
 
 
+def test_a_sliced_mask_of_torchs_is_refused_by_its_lists():
+    """Their slice keeps the mask's lengths, so those cannot tell it from a whole one."""
+    q, k, v = make_qkv(1, 1, 1, 300, 300, 16, device=DEVICE)
+    whole = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 300, 300, device=DEVICE)
+    with pytest.raises(ValueError, match=r"kv_num_blocks \(1, 1, 1\); 300 queries have 3 blocks: \(B, H, 3\)"):
+        flash_attention(q, k, v, block_mask=whole[:, :, 0])
+
+
 def test_pytorch_141126_chunks_that_see_some_chunks_before():
     """There: results far off under a mask of whole chunks with limited context."""
     mask = block_mask(
