@@ -72,7 +72,9 @@ def train(
         world: the processes that train together; each of them calls `train`, and only the first one writes.
 
     Raises:
-        ValueError: the settings cannot run; raised before anything is written or allocated.
+        ValueError: the settings cannot run, raised before the run writes anything but its text's tokens; later, where
+            memory runs out or the last weights are not finite.
+        OSError: the last checkpoint could not be written.
     """
     began = time.perf_counter()
     with world.on_first(locked)(run_dir):

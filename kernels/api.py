@@ -77,7 +77,7 @@ def flash_attention(
 
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
-        RuntimeError: for a derivative under torch.func, or a second derivative.
+        RuntimeError: for a derivative under torch.func, in forward mode, or of second order.
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """

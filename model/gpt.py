@@ -277,7 +277,7 @@ class GPT(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: (B, N) int64.
+            tokens: (B, N), int64 or int32, below vocab_size; larger ones are PyTorch's to find.
             targets: (B, N) int64, the id that follows each token; a negative one does not count.
             kv_cache: earlier tokens of B rows, to which these are appended (without targets); or `Prompts` with these
                 tokens (1, N), and then only the last token of each prompt gives logits.
@@ -291,7 +291,8 @@ class GPT(nn.Module):
             of its whole step. A prefix (model.mask) is not predicted: its tokens count as the mean of the others.
 
         Raises:
-            ValueError: the context would be longer than seq_len; tokens, targets or a cache of another shape.
+            ValueError: the context would be longer than seq_len; tokens, targets or a cache of another shape; a cache
+                with targets or cu_seqlens.
         """
         check_input(tokens, targets, cu_seqlens, kv_cache, self.config, self.seq_len)
         shape, documents, positions = tokens.shape, None, None

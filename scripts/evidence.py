@@ -1,4 +1,4 @@
-"""Measure every figure and picture of the project again: `python -m scripts.evidence books='books/*.txt'`.
+"""Measure every figure and picture of the evidence again: `python -m scripts.evidence books='books/*.txt'`.
 
 Runs the experiments below, each as a command of its own, and keeps their files in `.github/evidence/<name>/`; logs stay
 in the run's folder. Those that measure speed run last, one after the other. The kept files become the tables of

@@ -18,7 +18,8 @@ HEAD = """# Evidence
 
 What this project measured of itself: speed, memory and errors of its attention, and the training it does. Programs
 wrote every figure into the files of this folder, and `python -m scripts.evidence` made these tables of them; none is
-typed. With each table stand the machine, the versions, the commit and the command that measured it."""
+typed. With each table stand the machine, the versions that its program recorded, the commit and the command that
+measured it."""
 PEERS = {
     "flash4": "FlashAttention-4", "flash4_deterministic": "FlashAttention-4, deterministic", "sdpa_cudnn": "cuDNN",
     "sdpa_flash": "PyTorch's FlashAttention-2", "flex": "FlexAttention", "naive": "naive",
@@ -245,7 +246,8 @@ SHARED_STEP = of_cells(
     figures={"tokens/s": "{tokens_per_second:,}", "of one GPU": "{speedup:.3f}",
              "of the slowest": "{speedup_of_slowest:.3f}", "ms a step": "{step_ms:.1f}",
              "each GPU alone, ms": "{alone}", "GiB a GPU": "{peak_memory_gib:.2f}", "the same bits twice": "{twice}"},
-    caption="The rows of `context` are eager, with full activation checkpointing; the others are as said above.",
+    caption="The rows of `context` are eager, with full activation checkpointing, and one GPU has half the tokens of"
+    " `context, shard`; the others are as said below.",
 )  # fmt: skip
 SHARED_SUM = of_cells(
     "replicate",
