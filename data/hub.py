@@ -15,7 +15,7 @@ from typing import Any
 
 from data.config import DataConfig
 from data.shards import file_sha256
-from data.textfiles import readable, refuse_changed, refuse_unlisted
+from data.textfiles import readable, refuse_changed, refuse_unlisted, version_of
 
 Rows = Callable[[], Iterator[str]]
 
@@ -23,30 +23,30 @@ _PATIENCE_SECONDS = 5.0  # limit of the one small request that decides whether t
 _ROWS = 8192  # rows read at a time
 
 
-def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, int]]:
-    """SHA-256 of every file in data.local_dir by its path there, and each one's modification time (ns) before that.
+def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, tuple[int, int]]]:
+    """SHA-256 of every file in data.local_dir by its path there, and each one's `version_of` before that.
 
     Hidden files, such as git's, do not belong to the dataset.
     """
     refuse_unlisted(folder)
     with readable(folder):
         paths = sorted(folder.rglob("*"))
-    hashes, modified_ns = {}, {}
+    hashes, versions = {}, {}
     for path in paths:
         name = path.relative_to(folder)
         with readable(path):
             if path.is_file() and not any(part.startswith(".") for part in name.parts):
-                modified_ns[path] = path.stat().st_mtime_ns
+                versions[path] = version_of(path)
                 hashes[name.as_posix()] = file_sha256(path)
-    return hashes, modified_ns
+    return hashes, versions
 
 
 def open_splits(
-    data: DataConfig, folder: Path | None, hashes: Mapping[str, str], modified_ns: Mapping[Path, int]
+    data: DataConfig, folder: Path | None, hashes: Mapping[str, str], versions: Mapping[Path, tuple[int, int]]
 ) -> tuple[dict[str, Rows], str]:
     """The texts of the rows of each split, in order; and the hub's commit (of a `folder`: a hash by `datasets`).
 
-    hashes, modified_ns: as `hash_folder` found the files of `folder`; a change since is refused at the end of a split.
+    hashes, versions: as `hash_folder` found the files of `folder`; a change since is refused at the end of a split.
 
     Raises ValueError, one line that names the ways out, where neither the hub nor its cache has the dataset; where
     the cache has another revision than data.revision; and for a split or column that the dataset lacks.
@@ -66,7 +66,7 @@ def open_splits(
             if re.fullmatch("[0-9a-f]{40}", data.revision or "") and not folder and builder.hash != data.revision:
                 raise ValueError(f"the cache in HF_HOME holds commit {builder.hash} in place of {data.revision}")
         if folder:
-            found = {path.resolve(): hashes[path.relative_to(folder).as_posix()] for path in modified_ns}
+            found = {path.resolve(): hashes[path.relative_to(folder).as_posix()] for path in versions}
             _refuse_files(data, builder.config.data_files, found)
         with _one_line(data):
             if data.streaming or folder:
@@ -77,7 +77,7 @@ def open_splits(
             tables = {split: read(spec) for split, spec in splits.items() if spec}
     if sizes and data.validation_split:
         _refuse_shared_rows(data, {name: split.num_examples for name, split in sizes.items()})
-    return {split: partial(_texts, data, split, table, modified_ns) for split, table in tables.items()}, builder.hash
+    return {split: partial(_texts, data, split, table, versions) for split, table in tables.items()}, builder.hash
 
 
 def _refuse_shared_rows(data: DataConfig, sizes: Mapping[str, int]) -> None:
@@ -151,13 +151,13 @@ def within_reach(name: str, revision: str | None) -> bool:
     return True
 
 
-def _texts(data: DataConfig, split: str, table: Any, modified_ns: Mapping[Path, int]) -> Iterator[str]:
+def _texts(data: DataConfig, split: str, table: Any, versions: Mapping[Path, tuple[int, int]]) -> Iterator[str]:
     batches, number = table.with_format("arrow").iter(_ROWS), 0
     while True:
         with _one_line(data, split):
             batch = next(batches, None)
         if batch is None:
-            refuse_changed(modified_ns)
+            refuse_changed(versions)
             return
         if data.text_field not in batch.column_names:
             raise ValueError(

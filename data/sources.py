@@ -108,9 +108,9 @@ def _hub(data: DataConfig) -> Source:
         )
     identity: dict[str, Any] = {"source": "wikitext" if data.documents == "wikitext" else "hub"}
     hashes: dict[str, str] = {}
-    modified_ns: dict[Path, int] = {}
+    versions: dict[Path, tuple[int, int]] = {}
     if folder:
-        hashes, modified_ns = hub.hash_folder(folder)
+        hashes, versions = hub.hash_folder(folder)
         identity |= {"name": data.config, "files": hashes}
     else:
         identity |= {"hub": data.name, "name": data.config, "revision": data.revision}
@@ -123,7 +123,7 @@ def _hub(data: DataConfig) -> Source:
     about: dict[str, Any] = {}
 
     def splits() -> dict[str, Stream]:
-        opened, about["commit"] = hub.open_splits(data, folder, hashes, modified_ns)
+        opened, about["commit"] = hub.open_splits(data, folder, hashes, versions)
         streams = {split: lambda rows=rows: _documents(rows(), data.documents) for split, rows in opened.items()}
         return streams if "validation" in streams else hold_out(streams["train"], data.validation_fraction)
 

@@ -39,7 +39,7 @@ class TextFile:
     kind: str
     bytes: int
     sha256: str
-    modified_ns: int  # before it was hashed
+    version: tuple[int, int]  # before it was hashed
     marked: bool = False  # whether a text file begins with a byte-order mark, which is not part of the text
 
     @property
@@ -100,15 +100,15 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     for path in paths:
         kind = KINDS.get(path.suffix.lower(), "text")
         with readable(path):
-            found = path.stat()
+            version = version_of(path)
             if not path.is_file():
                 raise ValueError(f"{path} is a pipe or a device, and a text is read several times; give a file")
-            if found.st_size == 0:
+            if version[1] == 0:
                 raise ValueError(f"{path} is empty; leave it out")
             digest = file_sha256(path) if kind == "parquet" else _hash_utf8(path)
             with path.open("rb") as file:
                 marked = kind == "text" and file.read(3) == codecs.BOM_UTF8
-        files.append(TextFile(path, kind, found.st_size, digest, found.st_mtime_ns, marked))
+        files.append(TextFile(path, kind, version[1], digest, version, marked))
     return files
 
 
@@ -153,7 +153,7 @@ def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
                 )
             if text:
                 yield text, True
-    refuse_changed({file.path: file.modified_ns})
+    refuse_changed({file.path: file.version})
 
 
 def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
@@ -209,16 +209,22 @@ def lines(file: TextFile) -> Iterator[str]:
     """Lines of a text file with their line ends."""
     with _named(file), file.path.open(encoding="utf-8-sig") as stream:
         yield from stream
-    refuse_changed({file.path: file.modified_ns})
+    refuse_changed({file.path: file.version})
 
 
-def refuse_changed(modified_ns: Mapping[Path, int]) -> None:
+def version_of(path: Path) -> tuple[int, int]:
+    """When the file was modified, in ns, and its bytes: a tool that copies over it may keep its time."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+def refuse_changed(versions: Mapping[Path, tuple[int, int]]) -> None:
     """Raise ValueError if a file has changed since it was hashed: its tokens would be cached as another text's.
 
-    modified_ns: each file's modification time before it was hashed.
+    versions: each file's `version_of` before it was hashed.
     """
-    for path, before in modified_ns.items():
-        if not path.exists() or path.stat().st_mtime_ns != before:
+    for path, before in versions.items():
+        if not path.exists() or version_of(path) != before:
             raise ValueError(f"{path} was changed while it was read; run again once it is complete, or use a copy")
 
 

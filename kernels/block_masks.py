@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .mask_bounds import Undecided, decided_blocks
 from .mask_visits import BLOCK, GROUP, packed, visits_and_bits
@@ -277,8 +276,9 @@ def _within(device: torch.device) -> Tensor:
 
 # ---- torch's BlockMask
 
-# torch's mask, while it lives -> (its lists and their versions, sizes, our mask): all layers of a model pass the same
-_CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# the attribute of torch's mask that holds ours, for all layers of a model, with what it was made of; a table would keep
+# masks alive whose mask_mod references them
+_CONVERSION = "_converted_for_flash_attention"
 
 
 def version_of(x: Tensor) -> int:
@@ -291,10 +291,11 @@ def version_of(x: Tensor) -> int:
 def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     """Convert torch's mask once for each version of its lists, which waits for the GPU."""
     lists = [(given.kv_num_blocks, given.kv_indices), (given.full_kv_num_blocks, given.full_kv_indices)]
-    # not the function itself, which may reference the mask and so keep it alive
-    described = id(given.mask_mod), num_q, num_k, *((id(x), x if x is None else version_of(x)) for x in sum(lists, ()))
-    if (kept := _CONVERTED.get(given)) is not None and kept[0] == described:
-        return kept[1]
+    parts = given.mask_mod, *sum(lists, ())
+    versions = num_q, num_k, *(x if x is None else version_of(x) for x in parts[1:])
+    kept = getattr(given, _CONVERSION, None)
+    if kept and kept[0] == versions and all(a is b for a, b in zip(kept[1], parts, strict=True)):
+        return kept[2]
     if tuple(given.BLOCK_SIZE) != (BLOCK, BLOCK):
         raise ValueError(f"block_mask has BLOCK_SIZE {given.BLOCK_SIZE}; make it with BLOCK_SIZE={BLOCK}")
     _check_sizes(Nq=num_q, Nk=num_k)
@@ -316,7 +317,7 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     mask = _evaluate_partial_blocks(
         _vmapped(given.mask_mod), full, partial & ~full, num_q, num_k, given.kv_num_blocks.device
     )
-    _CONVERTED[given] = described, mask
+    setattr(given, _CONVERSION, (versions, parts, mask))
     return mask
 
 

@@ -25,7 +25,7 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attention` of q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D); returns (B, Nq, Hq, D). s_aux are the sinks. The
     backward is deterministic whatever `deterministic` says. With return_attn_probs it also returns LSE (B, Hq, Nq), and
-    None for the probabilities, which are never stored. Errors are `flash_attention`'s, in its names and layout."""
+    None for the probabilities, which are never stored. Errors speak of `flash_attention`'s names and layout."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x, "batch, tokens, heads, head_dim")
     o, lse = flash_attention(

@@ -221,7 +221,7 @@ class KVCache:
         return [(self.keys[layer], scales[0]), (self.values[layer], scales[1])]
 
     def _check_row(self, row: int) -> None:
-        if not hasattr(row, "__index__") or not 0 <= row < len(self.reserved):
+        if isinstance(row, bool) or not hasattr(row, "__index__") or not 0 <= row < len(self.reserved):
             raise ValueError(f"the KV cache has rows 0 to {len(self.reserved) - 1}, and none of number {row}")
 
     def _check_in_use(self, row: int) -> None:

@@ -19,7 +19,7 @@ from model.config import NORM_EPS, GPTConfig, round_up
 from model.embedding import embed
 from model.fp8 import use_fp8
 from model.inference import decode, fused_block
-from model.masks import Pattern, parse_mask
+from model.masks import Pattern, prefix_of
 from model.positions import check_input, positions_in, rope_tables
 from model.prompts import Prompts
 from model.recompute import recompute
@@ -223,13 +223,7 @@ class GPT(nn.Module):
             self.init_weights(generator)
         self.prefix = 0  # tokens that see each other both ways
         if config.mask is not None:
-            name, number = parse_mask(config.mask)
-            self.prefix = number if name == "prefix" else 0
-            if self.prefix > seq_len:
-                raise ValueError(
-                    f"model.mask={config.mask} leaves nothing to predict of data.seq_len={seq_len} tokens; use fewer, "
-                    f"as prefix:{max(1, seq_len // 2)}, or a longer data.seq_len"
-                )
+            self.prefix = prefix_of(config.mask, seq_len)
             pattern = Pattern(config.mask, config.window, seq_len, device)
             for block in self.blocks:
                 block.attention.pattern = pattern

@@ -29,6 +29,22 @@ def parse_mask(mask: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
+def prefix_of(mask: str, seq_len: int) -> int:
+    """How many tokens see each other both ways. ValueError where the mask leaves nothing to learn of seq_len tokens."""
+    name, number = parse_mask(mask)
+    if name == "prefix" and number > seq_len:
+        raise ValueError(
+            f"model.mask={mask} leaves nothing to predict of data.seq_len={seq_len} tokens; use fewer, as "
+            f"prefix:{max(1, seq_len // 2)}, or a longer data.seq_len"
+        )
+    if name == "dilated" and number >= seq_len:
+        raise ValueError(
+            f"model.mask={mask} lets each of data.seq_len={seq_len} tokens see itself alone; use a smaller number, as "
+            "dilated:2"
+        )
+    return number if name == "prefix" else 0
+
+
 def mask_mod(mask: str, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The pattern as a mask_mod for `kernels.block_mask`."""
     name, n = parse_mask(mask)

@@ -221,6 +221,13 @@ def test_torchs_mask_is_converted_anew_where_it_has_other_lists_and_is_not_kept_
     theirs.mask_mod = lambda b, h, q, k: q > k  # of the partial blocks, on the diagonal
     assert BlockMask.from_torch(theirs).dense().sum() == before - 128 * 128 - 256
 
+    q, k = torch.arange(256, device=DEVICE)[:, None], torch.arange(256, device=DEVICE)
+    for width in range(2, 20):  # of two that come and go the second may have the address of the first
+        theirs.mask_mod = lambda b, h, q, k, width=width: (q >= k) & (q - k < width)
+        if width % 2:
+            on_diagonal = (q >= k) & (q - k < width) & (q // 128 == k // 128)
+            assert torch.equal(BlockMask.from_torch(theirs).dense()[0, 0], on_diagonal)
+
     class Owner:
         def __init__(self):
             self.shift = 0

@@ -227,6 +227,8 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
     cache = paged(num_rows=2, num_pages=3, max_tokens=40)
     with pytest.raises(ValueError, match=r"has rows 0 to 1, and none of number \[0, 1\]"):
         cache.allocate([0, 1])
+    with pytest.raises(ValueError, match="has rows 0 to 1, and none of number True"):
+        cache.allocate(True)
     with pytest.raises(ValueError, match="rows is 0; give a list of row numbers"):
         cache.extend(0, 10)
     with pytest.raises(ValueError, match="extend got 2 rows and 1 counts of tokens; give one count a row"):

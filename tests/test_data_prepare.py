@@ -485,6 +485,21 @@ def test_a_file_that_changes_while_it_is_read_is_refused(name, how, tmp_path, ca
     assert not list(cache.iterdir())
 
 
+def test_a_file_that_changes_is_refused_where_its_time_is_kept(corpus, cache, monkeypatch):
+    """As `cp -p` and `tar x` keep it."""
+    build, text, then = build_tokenizer, corpus.read_text(), corpus.stat().st_mtime_ns
+
+    def later(name):
+        corpus.write_text(text[: len(text) // 2])
+        os.utime(corpus, ns=(then, then))
+        return build(name)
+
+    monkeypatch.setattr("data.dataset.build_tokenizer", later)
+    with pytest.raises(ValueError, match=f"{corpus.name} was changed while it was read; run again"):
+        opened(cache, str(corpus))
+    assert not list(cache.iterdir())
+
+
 def test_a_file_is_named_once(corpus, tmp_path, cache):
     """Else the text that is held out at its end is trained on."""
     (tmp_path / "link.txt").symlink_to(corpus)

@@ -208,6 +208,14 @@ def test_where_something_must_see_it_it_is_pytorchs():
         assert skinny_linear(x, weight).dtype == skinny_linear(x.double(), weight.double()).float().dtype == x.dtype
 
 
+def test_no_rows_have_no_heads_to_turn():
+    x, weight, _ = tensors(3, 16, 8)
+    angles = torch.zeros(0, 2, device=DEVICE)
+    for dtype in (torch.float32, torch.float64):  # a kernel's, and PyTorch's
+        y = skinny_linear(x[:0].to(dtype), weight.to(dtype), rotary=(angles, angles, 1))
+        assert (y.shape, y.dtype) == ((0, len(weight)), dtype)
+
+
 def test_what_it_does_not_take():
     x, weight, _ = tensors(65, 16, 8)
     with pytest.raises(ValueError, match="x has 65 rows; a skinny product takes at most 64: use"):

@@ -14,6 +14,7 @@ from torch import nn
 from data import Dataset, open_dataset, tokenizer_state
 from data.shards import file_sha256
 from model import GPT, GPTConfig, build_model, resolve_model
+from model.masks import prefix_of
 from training import memory, resume
 from training.bad_steps import POLICIES
 from training.checkpoint import MANIFEST, Checkpoint, open_checkpoint
@@ -232,8 +233,10 @@ def resolve(
     model, attention_reason, loss_reason = resolve_model(
         settings.model, hardware.device, hardware.dtype, document_mask=document_mask
     )
-    if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
-        raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
+    if model.mask is not None:
+        prefix_of(model.mask, settings.data.seq_len)  # for what it refuses, before a text is tokenized
+        if settings.train.sample_tokens and vocab_size is None:
+            raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     if model.name is not None and hardware.world.context > 1:
         raise ValueError(f"model.name={model.name} cannot share its rows among processes; use parallel.context=1")
     text = {}

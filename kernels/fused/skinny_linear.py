@@ -151,7 +151,8 @@ def _composed(x, weight, norm_eps, activation, residual, rotary=None, positions=
         cos, sin, num_turned = rotary
         if positions is not None:
             cos, sin = (table[positions.flatten().clamp(0, len(table) - 1)] for table in (cos, sin))
-        heads = y.view(1, len(cos), -1, cos.size(-1))
-        turned = rotate(heads[:, :, :num_turned], cos.view(len(cos), 1, -1), sin.view(len(cos), 1, -1))
+        rows, head_dim = len(cos), cos.size(-1)
+        heads = y.view(1, rows, y.size(-1) // head_dim, head_dim)
+        turned = rotate(heads[:, :, :num_turned], *(table.view(rows, 1, head_dim) for table in (cos, sin)))
         y = torch.cat((turned, heads[:, :, num_turned:]), 2).view_as(y)
     return y if residual is None else residual + y
