@@ -13,6 +13,7 @@ from data.batches import TokenBatches, document_starts
 # one batch in use, two ready: reading a batch takes a hundredth of a step, so more would only hold memory
 BATCHES_AHEAD = 2
 
+# inputs and targets, (sequences, seq_len) each, and the first tokens of documents that must not see each other, if any
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 

@@ -167,12 +167,11 @@ def run_again(
     rerun = Rerun(hardware.dtype, dump.meta["first"].get("micro_batch", 0), scale, reference)
     rerun.first_bad.weights(model)
     inputs, targets, starts = state["batch"]
-    inputs, targets = inputs.to(hardware.device), targets.to(hardware.device)
+    batch = inputs.to(hardware.device), targets.to(hardware.device), starts
     micro_batch = settings["train"]["micro_batch"] or len(inputs)
     restore_random_states(state["random"], hardware.device)
     with attend_with(model, lambda _, attend: disguise or attend), watched(model, rerun):
-        split = micro_batch, hardware, starts
-        loss, norm = training_step(model, optimizer, inputs, targets, *split, dropout=config.draws)
+        loss, norm = training_step(model, optimizer, batch, micro_batch, hardware, dropout=config.draws)
     rerun.loss, rerun.grad_norm = loss.item(), norm.item()
     return rerun
 

@@ -598,13 +598,14 @@ def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys
     story = (*story, "train.on_nonfinite=skip", "train.save_every=100")
     real, seen = stepper.training_step, []
 
-    def bad(forward, optimizer, inputs, *arguments, **options):
+    def bad(forward, optimizer, batch, *arguments, **options):
+        inputs, *_ = batch
         if inputs.shape == inputs_of_bad.shape and torch.equal(inputs, inputs_of_bad):
             seen.append(1)
             options |= {"graphs": None}  # they hold the step as it was
-            return real(lambda *a, **o: forward(*a, **o) * math.nan, optimizer, inputs, *arguments, **options)
+            return real(lambda *a, **o: forward(*a, **o) * math.nan, optimizer, batch, *arguments, **options)
         batches.append(inputs.clone())
-        return real(forward, optimizer, inputs, *arguments, **options)
+        return real(forward, optimizer, batch, *arguments, **options)
 
     batches, inputs_of_bad = [], torch.zeros(1)
     monkeypatch.setattr(stepper, "training_step", bad)

@@ -60,7 +60,7 @@ def take_steps(plan: Plan, steps: int) -> None:
     compute = partial(compute_gradients, forward, optimizer, plan.hardware, tokens[0].numel())
     graphs = StepGraphs(compute, optimizer) if plan.hardware.graphs else None
     for _ in range(steps):
-        training_step(forward, optimizer, *tokens, plan.micro_batch, plan.hardware, graphs=graphs)
+        training_step(forward, optimizer, (*tokens, None), plan.micro_batch, plan.hardware, graphs=graphs)
 
 
 # ---- on this machine's CPU

@@ -73,17 +73,17 @@ def what_it_was_given(patch, module, call):
     """The bits of all that decides what the `call`-th step of `module` computes; filled in when it comes."""
     real, calls, given = module.training_step, itertools.count(1), {}
 
-    def step(forward, optimizer, inputs, targets, micro_batch, hardware, starts=None, **options):
+    def step(forward, optimizer, batch, micro_batch, hardware, **options):
         if next(calls) == call:
             given["weights"] = digest([weight.detach() for weight in optimizer.parameters])
             given["moments"] = digest([part["state"] for part in optimizer.state_dict()["optimizer"]])
             given["scale"] = digest(optimizer.state_dict()["loss_scale"])
-            given.update(batch=digest([inputs, targets, starts]), micro_batch=micro_batch)
+            given.update(batch=digest(batch), micro_batch=micro_batch)
             given["random"] = digest(random_states())
             if module is stepper:  # what makes it a bad one
-                return real(lambda *a, **o: forward(*a, **o) * math.nan, optimizer, inputs, targets, micro_batch,
-                            hardware, starts, **options)  # fmt: skip
-        return real(forward, optimizer, inputs, targets, micro_batch, hardware, starts, **options)
+                nan = lambda *a, **o: forward(*a, **o) * math.nan  # noqa: E731
+                return real(nan, optimizer, batch, micro_batch, hardware, **options)
+        return real(forward, optimizer, batch, micro_batch, hardware, **options)
 
     patch.setattr(module, "training_step", step)
     return given

@@ -145,7 +145,7 @@ def test_each_micro_batch_has_the_documents_of_its_own_rows():
     for size in (4, 3, 2, 1):  # 3 does not divide them
         model = copy.deepcopy(first)
         optimizer = Optimizer(model, OptimConfig())
-        step = training_step(model, optimizer, inputs, targets, size, hardware, document_starts(inputs, 9))
+        step = training_step(model, optimizer, (inputs, targets, document_starts(inputs, 9)), size, hardware)
         found.append([value.item() for value in step])
     assert all(other == pytest.approx(found[0], rel=1e-5) for other in found)
 

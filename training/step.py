@@ -31,26 +31,24 @@ class Step(NamedTuple):
 def training_step(
     forward: Callable[..., Tensor],
     optimizer: Optimizer,
-    inputs: Tensor,
-    targets: Tensor,
+    batch: Batch,
     micro_batch: int,
     hardware: Hardware,
-    starts: Tensor | None = None,
-    region: Callable[[str], AbstractContextManager] = region,
     *,
     graphs: StepGraphs | None = None,
     dropout: bool = False,
+    region: Callable[[str], AbstractContextManager] = region,
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
+    """One optimizer step over the (sequences, seq_len) tokens of `batch`, `micro_batch` sequences at a time.
 
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
-    the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
-    CPU. `region` names the parts of the step for a profiler. Each process of `hardware.world` computes equally many
-    rows of the step; where several share rows, `forward` computes its part of them (training/context.py). `graphs` must
-    be of the same network, optimizer and sizes; a step with documents, whose number changes, has none. With `dropout`
-    each micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and the gradient norm of the
-    whole step, both still on the device.
+    the step is split. Each process of `hardware.world` computes equally many rows of the step; where several share
+    rows, `forward` computes its part of them (training/context.py). `graphs` must be of the same network, optimizer and
+    sizes; a step with documents, whose number changes, has none. With `dropout` each micro-batch draws from a stream of
+    its own. `region` names the parts of the step for a profiler. Returns the mean loss (nats a token) and the gradient
+    norm of the whole step, both still on the device.
     """
+    inputs, targets, starts = batch
     world = hardware.world
     micro_batches = -(-len(inputs) // micro_batch)
     tokens = targets.numel() * world.data_size

@@ -25,8 +25,8 @@ class Stepper:
         self._chosen, self._model, self._forward, self._optimizer = chosen, model, forward, optimizer
         hardware, self._context, self._graphs = chosen.hardware, None, None
         if chosen.context:
-            neighbours = hardware.world.mesh(hardware.device).get_group("context")
-            self._context = ContextParallel(neighbours, chosen.context[0], chosen.seq_len, hardware.device)
+            group = hardware.world.mesh(hardware.device).get_group("context")
+            self._context = ContextParallel(group, chosen.context[0], chosen.seq_len, hardware.device)
         if chosen.graphs:
             batch_tokens = chosen.settings["train"]["batch_tokens"]
             self._graphs = StepGraphs(partial(compute_gradients, forward, optimizer, hardware, batch_tokens), optimizer)
@@ -46,13 +46,11 @@ class Stepper:
         graphs: StepGraphs | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A step with this network, optimizer and hardware; bad_steps.py passes others to run a bad step again."""
-        inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
         micro_batch, dropout = self._chosen.micro_batch, self._chosen.model.draws
-        return training_step(
-            forward, optimizer, inputs, targets, micro_batch, hardware, starts, graphs=graphs, dropout=dropout
-        )
+        return training_step(forward, optimizer, batch, micro_batch, hardware, graphs=graphs, dropout=dropout)
 
     def evaluate(self, windows: EvaluationSet) -> dict[str, float]:
+        """Validation loss (nats a token), perplexity and bits per byte of the weights as they are now."""
         hardware = self._chosen.hardware
         with context_parallel(self._context, self._model, self._forward, hardware.world) as network:
             return evaluate(network, windows, self._chosen.micro_batch, hardware, self._chosen.end_of_text)

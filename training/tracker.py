@@ -174,9 +174,9 @@ def step_peaks(
         with tracker.region("optimizer"):
             optimizer = Optimizer(model, optim, hardware.dtype)
         tracker.peaks.clear()
-        inputs, targets = tokens[:2, : 2 * micro_batch]
+        batch = *tokens[:2, : 2 * micro_batch], None
         on_cpu = replace(hardware, device=torch.device("cpu"), world=ALONE)
-        training_step(model, optimizer, inputs, targets, micro_batch, on_cpu, region=tracker.region)
+        training_step(model, optimizer, batch, micro_batch, on_cpu, region=tracker.region)
     weights = model.num_parameters() * 4  # float32, and so are gradients
     sums = max(0, math.ceil(math.log2(sequences / micro_batch)) - 1)  # of pairs, of pairs of pairs (GradientSum)
     for part, held in tracker.peaks.items():

@@ -171,17 +171,17 @@ def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
     optimizer = Optimizer(model, settings.optim, hardware.dtype)
     shape = settings.sequences_per_step, seq_len + 1
     tokens = torch.randint(bench.vocab_size, shape, device=hardware.device)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    batch = tokens[:, :-1], tokens[:, 1:], None
     parts: list[Parts] = []
 
     def watched_step() -> None:
         parts.append(Parts(hardware.device))
         how = {"region": parts[-1], "dropout": chosen.model.draws}
-        training_step(forward, optimizer, inputs, targets, chosen.micro_batch, hardware, **how)
+        training_step(forward, optimizer, batch, chosen.micro_batch, hardware, **how)
 
     seconds = laps(watched_step, hardware.device, bench.warmup_steps, bench.steps)
     by_step = [part.seconds() for part in parts[bench.warmup_steps :]]
-    step = partial(Stepper(chosen, model, forward, optimizer).step, (inputs, targets, None))
+    step = partial(Stepper(chosen, model, forward, optimizer).step, batch)
     if chosen.graphs:
         seconds = laps(step, hardware.device, max(bench.warmup_steps, BEFORE_REPLAY), bench.steps)
     rate = settings.train.batch_tokens / statistics.median(seconds)
