@@ -227,12 +227,12 @@ def resolve(
     if (name := settings.model.name) is not None and world.shards:
         raise ValueError(f"model.name={name} cannot be sharded; use parallel.data=replicate")
     optim, optimizer_line = settings.optim.resolved(hardware.device)
-    settings = replace(settings, optim=optim)
     share = world.local_sequences(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, attention_reason, loss_reason = resolve_model(
         settings.model, hardware.device, hardware.dtype, document_mask=document_mask
     )
+    settings = replace(settings, optim=optim, model=model)
     if model.mask is not None:
         prefix_of(model.mask, settings.data.seq_len)  # for what it refuses, before a text is tokenized
         if settings.train.sample_tokens and vocab_size is None:
@@ -241,7 +241,7 @@ def resolve(
         raise ValueError(f"model.name={model.name} cannot share its rows among processes; use parallel.context=1")
     text = {}
     if vocab_size is None:
-        text = _open_text(settings, model, run_dir, report, world)
+        text = _open_text(settings, run_dir, report, world)
         vocab_size = text["dataset"].vocab_size
     plan = memory.plan(settings, model, hardware, vocab_size, share)
     if world.is_first:
@@ -251,14 +251,14 @@ def resolve(
         checkpoint = text["resumed"] or text["initial"]
         manifest = file_sha256(checkpoint.path / MANIFEST) if checkpoint else ""
         _refuse_files_that_differ(world, {"text": text["dataset"].fingerprint, "checkpoint": manifest})
-    chosen = replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch))
+    settings = replace(settings, train=replace(settings.train, micro_batch=plan.micro_batch))
     context = None
     if world.context > 1:
         rows = settings.data.seq_len, plan.micro_batch, document_mask
         context = resolve_method(settings.parallel, model, hardware.dtype, *rows)
-        chosen = replace(chosen, parallel=replace(settings.parallel, context_method=context[0]))
-    chosen = asdict(chosen)
+        settings = replace(settings, parallel=replace(settings.parallel, context_method=context[0]))
     graphs, graphs_reason = resolve_graphs(hardware, plan, document_mask)
+    chosen = asdict(settings)
     before, now = flat(asked), flat(chosen)
     return Run(
         hardware=hardware,
@@ -280,12 +280,10 @@ def resolve(
     )
 
 
-def _open_text(
-    settings: Any, model: GPTConfig, run_dir: Path | None, report: Callable[[str], None], world: World
-) -> dict[str, Any]:
-    """The fields of a `Run` about its text and checkpoints. `model` is resolved: a model of any kind has its sizes."""
+def _open_text(settings: Any, run_dir: Path | None, report: Callable[[str], None], world: World) -> dict[str, Any]:
+    """The fields of a `Run` about its text and checkpoints. The model is resolved: one of any kind has its sizes."""
     dataset = open_dataset(settings.data, settings.tokenizer, report=report)
-    sized = asdict(settings) | {"model": asdict(model), "theirs": model.theirs}
+    sized = asdict(settings) | {"theirs": settings.model.theirs}
     vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
     prompt = prompt_of(settings.train.sample_prompt, dataset, settings.data.seq_len)
     resumed = resume.find(settings.resume, run_dir, report)
