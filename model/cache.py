@@ -343,3 +343,6 @@ class PagedKVCache(KVCache):
                 begin += count
             rows, columns, pages = sent(torch.tensor([rows, columns, pages], device="cpu"), self.block_table.device)
             self.block_table[rows, columns] = pages.int()
+
+
+Cache = KVCache | Prompts  # where a call of the model stores keys and values

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from kernels.ops import needs_dispatcher
 from model.attention import flash
-from model.cache import EIGHT_BIT_DTYPES, KVCache
+from model.cache import EIGHT_BIT_DTYPES, Cache
 from model.free_memory import free_host_bytes
 from model.generation_state import StepState
 from model.gpt import GPT
 from model.inference import can_fuse, hooked, is_ours, products_of
-from model.prompts import Prompts, sent
+from model.prompts import sent
 from model.sampling import check_sampling, choose_next_token, whole
 
 PAGE = 128  # tokens: a tile of the decode kernel is in one page
@@ -344,7 +344,7 @@ class Generation:
             torch._C._cuda_clearCublasWorkspaces()
         return graph
 
-    def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
+    def _logits(self, tokens: Tensor, cache: Cache) -> Tensor:
         with self.without_gradient(), torch.autocast(self.device.type, enabled=False):  # weights have its dtype already
             return self.model(tokens, kv_cache=cache)
 

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from kernels import cross_entropy, linear_cross_entropy, rms_norm, rotate_and_split, skinny_linear
 from kernels.call import autocast_dtype
 from model.attention import ATTENTION, AttentionFunction, Documents, Part
-from model.cache import KVCache, PagedKVCache
+from model.cache import Cache, KVCache, PagedKVCache
 from model.config import NORM_EPS, GPTConfig, round_up
 from model.embedding import embed
 from model.fp8 import use_fp8
 from model.inference import decode, fused_block
 from model.masks import Pattern, prefix_of
 from model.positions import check_input, positions_in, rope_tables
-from model.prompts import Prompts
 from model.recompute import recompute
 from model.sampling import whole
 
@@ -38,6 +37,8 @@ def norm(x: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
+    """Attention of grouped query heads with rotary positions, between two products: (B, N, C) -> (B, N, C)."""
+
     def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
@@ -52,12 +53,7 @@ class CausalSelfAttention(nn.Module):
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: KVCache | Prompts | None = None,
-        documents: Documents | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Cache | None = None, documents: Documents | None = None
     ) -> Tensor:
         return self.out(self.heads(self.qkv(x), cos, sin, kv_cache, documents))  # (B, N, C)
 
@@ -66,7 +62,7 @@ class CausalSelfAttention(nn.Module):
         qkv: Tensor,
         cos: Tensor | None,
         sin: Tensor | None,
-        kv_cache: KVCache | Prompts | None = None,
+        kv_cache: Cache | None = None,
         documents: Documents | None = None,
         overwrite: bool = False,
     ) -> Tensor:
@@ -102,6 +98,8 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
+    """Two products with a non-linearity between them: (B, N, C) -> (B, N, C)."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.kind = config.mlp
@@ -127,6 +125,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then the MLP, each added to the residual stream: (B, N, C) -> (B, N, C)."""
+
     def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
         super().__init__()
         self.attention = CausalSelfAttention(config, layer, attend)
@@ -134,12 +134,7 @@ class Block(nn.Module):
         self.dropout, self.recompute = config.dropout, config.activation_checkpointing
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_cache: KVCache | Prompts | None = None,
-        documents: Documents | None = None,
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Cache | None = None, documents: Documents | None = None
     ) -> Tensor:
         if kv_cache is None and self.recompute in ("full", "selective"):  # pointwise: only a part of the MLP
             keep = self.costly_products() if self.recompute == "selective" else None
@@ -147,7 +142,7 @@ class Block(nn.Module):
         return self.compute(x, cos, sin, kv_cache, documents)
 
     def compute(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache | Prompts | None, documents: Documents | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Cache | None, documents: Documents | None
     ) -> Tensor:
         x = x + F.dropout(self.attention(norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
         x = x + F.dropout(self.mlp(norm(x)), self.dropout, self.training)
@@ -264,7 +259,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        kv_cache: KVCache | Prompts | None = None,
+        kv_cache: Cache | None = None,
         cu_seqlens: Tensor | None = None,
         part: Part | None = None,
     ) -> Tensor:
@@ -292,10 +287,7 @@ class GPT(nn.Module):
         shape, documents, positions = tokens.shape, None, None
         share = 1.0  # fraction of the tokens that is predicted
         if targets is not None and self.prefix > 1:
-            if shape[1] < self.prefix:
-                raise ValueError(f"model.mask={self.config.mask} predicts nothing of {shape[1]} tokens; give more")
-            targets = targets.index_fill(1, torch.arange(self.prefix - 1, device=targets.device), -1)
-            share = (shape[1] - self.prefix + 1) / shape[1]
+            targets, share = self.past_prefix(targets)
         if part is not None:
             documents, cos, sin = part.documents, self.cos[part.positions], self.sin[part.positions]
         elif kv_cache is None and cu_seqlens is None:
@@ -333,6 +325,14 @@ class GPT(nn.Module):
         if targets is None:
             return logits[..., : self.vocab_size].view(*shape, -1)  # the padding is cut off
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size) / share
+
+    def past_prefix(self, targets: Tensor) -> tuple[Tensor, float]:
+        """Targets (B, N) without those inside the prefix (-1), and the fraction that is left. ValueError if none is."""
+        num_tokens, unpredicted = targets.size(1), self.prefix - 1
+        if num_tokens <= unpredicted:
+            raise ValueError(f"model.mask={self.config.mask} predicts nothing of {num_tokens} tokens; give more")
+        targets = targets.index_fill(1, torch.arange(unpredicted, device=targets.device), -1)
+        return targets, (num_tokens - unpredicted) / num_tokens
 
     def make_cache(
         self, num_rows: int, max_tokens: int | None = None, page: int | None = None, dtype: torch.dtype | None = None

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from kernels import rms_norm, skinny_linear, takes_skinny_linear
-from model.cache import KVCache
+from model.cache import Cache
 from model.config import NORM_EPS
 from model.fp8 import Linear8
-from model.prompts import Prompts
 
 _OURS = f"{__package__}.gpt"
-FusedBlock = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, KVCache | Prompts], Tensor]
+FusedBlock = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, Cache], Tensor]
 
 
 def fused_block(x: Tensor, blocks: Iterable[nn.Module]) -> FusedBlock | None:
@@ -86,9 +85,7 @@ def products_of(block: nn.Module) -> tuple[nn.Module, ...]:
     return attention.qkv, attention.out, mlp.up, mlp.down
 
 
-def decode(
-    block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, kv_cache: KVCache | Prompts
-) -> Tensor:
+def decode(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, kv_cache: Cache) -> Tensor:
     """Few tokens: attention, and four products with the rest fused in.
 
     cos, sin: of all positions, where `positions` gives those of the tokens; or of the tokens, with `positions` None.
@@ -104,9 +101,7 @@ def decode(
     return skinny_linear(h, mlp.down.weight, residual=x, workspace=kv_cache.products_workspace)  # (B, N, C)
 
 
-def prefill(
-    block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, positions: None, kv_cache: KVCache | Prompts
-) -> Tensor:
+def prefill(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, positions: None, kv_cache: Cache) -> Tensor:
     """Many tokens; cos and sin are those of the tokens, and x is overwritten."""
     attention, mlp, rows = block.attention, block.mlp, x.view(-1, x.size(-1))
     qkv = F.linear(rms_norm(x, NORM_EPS), attention.qkv.weight)

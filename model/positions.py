@@ -4,16 +4,15 @@ keys."""
 import torch
 from torch import Tensor
 
-from model.cache import KVCache
+from model.cache import Cache
 from model.config import GPTConfig
-from model.prompts import Prompts
 
 
 def check_input(
     tokens: Tensor,
     targets: Tensor | None,
     cu_seqlens: Tensor | None,
-    kv_cache: KVCache | Prompts | None,
+    kv_cache: Cache | None,
     config: GPTConfig,
     seq_len: int,
 ) -> None:
