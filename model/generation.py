@@ -79,32 +79,13 @@ def generate(
         ValueError: an impossible option or one that memory cannot hold, at the call and not at the first token.
     """
     check_sampling(temperature, top_k, top_p)
-    if not hasattr(prompts, "__iter__"):
-        raise ValueError(f"prompts is {prompts!r}; give a list of prompts, each a list of ids")
-    prompts, contexts = list(prompts), []  # arrays: lists of the ids would keep a GPU waiting
-    for number, prompt in enumerate(prompts):
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()  # of a tensor, or of NumPy
-        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-            raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {number} is empty; give at least one token")
-        try:
-            # array("q", bytes) would read eight bytes as an id
-            ids = array("q", prompt if type(prompt) is list else iter(prompt))
-        except (TypeError, OverflowError) as error:
-            raise ValueError(f"prompt {number} is no list of ids ({error}); give whole numbers") from error
-        contexts.append(ids)
-    if contexts and not in_range(bytearray().join(contexts), model.vocab_size):
-        number = next(number for number, ids in enumerate(contexts) if not in_range(ids, model.vocab_size))
-        raise ValueError(f"an id of prompt {number} lies outside 0..{model.vocab_size - 1}; use the model's tokenizer")
-    contexts = [ids[-model.seq_len :] for ids in contexts]
+    contexts = [ids[-model.seq_len :] for ids in prompt_ids(prompts, model.vocab_size)]
     num_samples, batch_size = whole("num_samples", num_samples, 1), whole("batch_size", batch_size, 1)
     max_new_tokens, seed = whole("max_new_tokens", max_new_tokens, 0), whole("seed", seed, -(2**63))
     stop_token = None if stop_token is None else whole("stop_token", stop_token, -(2**63))
     if cache_dtype not in (None, *EIGHT_BIT_DTYPES.values()):
         raise ValueError(f"cache_dtype={cache_dtype} must be None, torch.int8 or torch.float8_e4m3fn")
-    if len(prompts) == 0 or max_new_tokens == 0:
+    if not contexts or max_new_tokens == 0:
         return iter(())
     if next(model.parameters()).is_meta:
         raise ValueError("the model is on meta, where weights have no numbers; make it on the device to generate on")
@@ -133,11 +114,34 @@ def generate(
             raise ValueError(f"cache_dtype={cache_dtype} is for a GPT of ours; {model.config.name} has its own cache")
         return model.continued(sequences, uniform.T, choose, stop_token)
     longest = min(max(map(len, contexts)) + max_new_tokens, model.seq_len)
-    num_rows = min(batch_size, len(prompts) * num_samples)
+    num_rows = min(batch_size, len(contexts) * num_samples)
     with torch.no_grad():
         model = model.for_inference(model.compute_dtype)
         state = StepState.of(model, num_rows, longest, PAGE, cache_dtype, None if temperature == 0 else uniform.T)
     return Generation(model, state, choose, stop_token, max_new_tokens).run(sequences)
+
+
+def prompt_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[array]:
+    """The ids of each prompt, as an array: lists would keep a GPU waiting. Raises ValueError as `generate` does."""
+    if not hasattr(prompts, "__iter__"):
+        raise ValueError(f"prompts is {prompts!r}; give a list of prompts, each a list of ids")
+    found = []
+    for number, prompt in enumerate(prompts):
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()  # of a tensor, or of NumPy
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+            raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {number} is empty; give at least one token")
+        try:
+            # array("q", bytes) would read eight bytes as an id
+            found.append(array("q", prompt if type(prompt) is list else iter(prompt)))
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"prompt {number} is no list of ids ({error}); give whole numbers") from error
+    if found and not in_range(bytearray().join(found), vocab_size):
+        number = next(number for number, ids in enumerate(found) if not in_range(ids, vocab_size))
+        raise ValueError(f"an id of prompt {number} lies outside 0..{vocab_size - 1}; use the model's tokenizer")
+    return found
 
 
 def in_range(ids: array | bytearray, vocab_size: int) -> bool:
