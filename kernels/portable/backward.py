@@ -26,13 +26,12 @@ from ..launch import (
     tokens_first,
     window_bounds,
 )
-from ..mask_visits import BLOCK
 from .dkdv import flash_dkdv_kernel
 from .dq import flash_dq_kernel
 from .prepare import delta_launch, documents_launches
 from .tiles import LOG2_E, ROW_PADDING
 from .tuning import Tile, fitting, kernel_operands, tile_for
-from .visits import mask_constants, mask_tiles
+from .visits import is_even, mask_constants, tiles_of
 
 
 def launch_flash_bwd(
@@ -83,8 +82,7 @@ def _launches(
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     group_size, section = num_heads // num_kv_heads, heads_per_section(q, k)
-    num_docs, padded_rows = grid_tiles(num_q, 1, options.cu_seqlens_q)[0], delta.shape[2]
-    switches = switches_of(options, given)
+    padded_rows, switches = delta.shape[2], switches_of(options, given)
     scales = *window_bounds(options, num_q, num_k), options.scale, options.scale * LOG2_E.value
 
     def operands_and_constants(tile: Tile, **even: bool):
@@ -101,11 +99,9 @@ def _launches(
         return operands, strides, constants
 
     def launch_dkdv(tile: Tile) -> Launch:
-        even = not options.packed and num_q % (BLOCK if options.masked else tile.block_q) == 0
+        even = is_even(options, num_q, tile.block_q)
         operands, strides, constants = operands_and_constants(tile, EVEN_Q=even)
-        num_tiles = grid_tiles(num_k, tile.block_k, options.cu_seqlens_k)[1]
-        if options.masked:
-            num_tiles = mask_tiles(num_k, tile.block_k)
+        num_docs, num_tiles = tiles_of(options, num_k, tile.block_k, options.cu_seqlens_k)
         arguments = (
             *operands, lse_log2, delta, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3],
             num_heads, group_size, batch * num_kv_heads, num_q, padded_rows, num_k, num_docs,
@@ -114,11 +110,9 @@ def _launches(
         return Launch(flash_dkdv_kernel, num_tiles * batch * num_kv_heads, arguments, constants, tile.how)
 
     def launch_dq(tile: Tile) -> Launch:
-        even = not options.packed and num_k % (BLOCK if options.masked else tile.block_k) == 0
+        even = is_even(options, num_k, tile.block_k)
         operands, strides, constants = operands_and_constants(tile, EVEN_K=even)
-        num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)[1]
-        if options.masked:
-            num_tiles = mask_tiles(num_q, tile.block_q)
+        num_docs, num_tiles = tiles_of(options, num_q, tile.block_q, options.cu_seqlens_q)
         arguments = (
             *operands, lse_log2, delta, dq, *strides, dq.stride()[:3],
             num_heads, group_size, batch * num_heads, num_q, padded_rows, num_k, num_docs, section, *scales, switches,

@@ -13,7 +13,6 @@ from ..launch import (
     Launch,
     Plan,
     dot_precision,
-    grid_tiles,
     heads_per_section,
     kernel_inputs,
     option_tensors,
@@ -24,7 +23,6 @@ from ..launch import (
     tokens_first,
     window_bounds,
 )
-from ..mask_visits import BLOCK
 from .prepare import documents_launches
 from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (
@@ -40,7 +38,7 @@ from .tiles import (
     store_tile,
 )
 from .tuning import Tile, fitting, kernel_operands, tile_for
-from .visits import Tables, bits_at, keys_met, mask_constants, mask_tiles, owned_queries, visited, where_shown
+from .visits import Tables, bits_at, is_even, keys_met, mask_constants, owned_queries, tiles_of, visited, where_shown
 
 
 @triton.jit
@@ -215,10 +213,7 @@ def _launches(
         operands, strides, tma = kernel_operands(
             tile, options, (q, tile.block_q, block_d), (k, tile.block_k, block_d), (v, tile.block_k, block_dv)
         )
-        num_docs, num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)
-        if options.masked:
-            num_tiles = mask_tiles(num_q, tile.block_q)
-        even = not options.packed and num_k % (BLOCK if options.masked else tile.block_k) == 0
+        num_docs, num_tiles = tiles_of(options, num_q, tile.block_q, options.cu_seqlens_q)
         arguments = (
             *operands, o, lse, *strides, o.stride()[:3],
             num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, num_docs, heads_per_section(q, k),
@@ -227,7 +222,8 @@ def _launches(
         constants = {
             "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
             "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "CAUSAL": options.causal, "LOCAL": options.local,
-            "EVEN_K": even, "PRECISION": dot_precision(q), "TMA": tma, **mask_constants(options),
+            "EVEN_K": is_even(options, num_k, tile.block_k), "PRECISION": dot_precision(q), "TMA": tma,
+            **mask_constants(options),
         }  # fmt: skip
         return Launch(flash_fwd_kernel, num_tiles * batch * num_heads, arguments, constants, tile.how)
 

@@ -2,9 +2,11 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..call import Options
 from ..device import interpreting
+from ..launch import grid_tiles
 from ..mask_visits import BLOCK, GROUP
 from .record import record
 from .tiles import owned_tile, section_tile, visible_keys
@@ -170,7 +172,14 @@ def mask_constants(options: Options) -> dict[str, bool]:
     return {"MASK_OF_BATCH": batch > 1, "MASK_OF_HEAD": heads > 1}
 
 
-def mask_tiles(num_tokens: int, block: int) -> int:
-    """Tiles to launch over num_tokens rows of a block mask: whole blocks of it."""
-    assert BLOCK % block == 0
-    return -(-num_tokens // BLOCK) * (BLOCK // block)
+def tiles_of(options: Options, num_tokens: int, block: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """`grid_tiles` of a call; under a block mask the tiles of whole blocks."""
+    if options.masked:
+        assert BLOCK % block == 0
+        return 0, -(-num_tokens // BLOCK) * (BLOCK // block)
+    return grid_tiles(num_tokens, block, cu_seqlens)
+
+
+def is_even(options: Options, num_tokens: int, block: int) -> bool:
+    """Whether no loop over tiles of `block` tokens meets a ragged one; under a block mask it visits whole blocks."""
+    return not options.packed and num_tokens % (BLOCK if options.masked else block) == 0
