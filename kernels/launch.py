@@ -282,9 +282,9 @@ def packed_descriptor(x: Tensor, rows: int, columns: int):
     term is a multiple of 2^64 bytes: 64-bit addresses drop it. Triton's tools/ragged_tma.py has the same trick.
     """
     _, heads, tokens, head_dim = x.shape
-    # as above, strides of a single head and of a single row
+    # a dimension of size 1 may have any stride, as in `sizes_described`
     head_stride = 16 if heads == 1 else x.stride(1)
-    row_stride = padded(max(head_dim, 16)) if tokens == 1 else x.stride(2)
+    row_stride = next_power_of_2(max(head_dim, 16)) if tokens == 1 else x.stride(2)
     return _descriptor(
         x,
         [_LARGEST, _LARGEST, heads, PACKED_ORIGIN, head_dim],
@@ -293,9 +293,9 @@ def packed_descriptor(x: Tensor, rows: int, columns: int):
     )
 
 
-def padded(head_dim: int) -> int:
-    """The next power of two: tile sides are powers of two."""
-    return 1 << (head_dim - 1).bit_length()
+def next_power_of_2(size: int) -> int:
+    """The least power of two from `size` on: tile sides are powers of two."""
+    return 1 << (size - 1).bit_length()
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):

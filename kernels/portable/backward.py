@@ -18,8 +18,8 @@ from ..launch import (
     grid_tiles,
     heads_per_section,
     kernel_inputs,
+    next_power_of_2,
     option_tensors,
-    padded,
     plan_of,
     run,
     switches_of,
@@ -87,7 +87,7 @@ def _launches(
 
     def operands_and_constants(tile: Tile, **even: bool):
         assert ROW_PADDING.value % tile.block_q == 0
-        rows_q, rows_k, d, dv = tile.block_q, tile.block_k, padded(head_dim), padded(head_dim_v)
+        rows_q, rows_k, d, dv = tile.block_q, tile.block_k, next_power_of_2(head_dim), next_power_of_2(head_dim_v)
         operands, strides, tma = kernel_operands(
             tile, options, (q, rows_q, d), (k, rows_k, d), (v, rows_k, dv), (do, rows_q, dv)
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..call import Options
 from ..decode import Call, decode_key, kvcache_workspace
 from ..device import interpreting
-from ..launch import Launch, Plan, Switches, dot_precision, padded, plan_of, run, tokens_first
+from ..launch import Launch, Plan, Switches, dot_precision, next_power_of_2, plan_of, run, tokens_first
 from ..replay import Repeated
 from .cached import Cached, append, bad_pages, kept_keys, key_pointers
 from .scores import Scoring, logits_of, slope_of
@@ -348,7 +348,7 @@ def decode_launches(options: Options, tile: DecodeTile, cache: dict[str, int], *
         given["sums"].shape[1], min_span_items, left, right, options.scale * LOG2_E.value, switches,
     )  # fmt: skip
     constants = {
-        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim),
+        "HEAD_DIM": head_dim, "BLOCK_D": next_power_of_2(head_dim),
         "BLOCK_M": decode_rows(q.shape, num_kv_heads, tile.least_rows)[1],
         "BLOCK_K": tile.block_k, "QUAD": tile.quad or tile.span, "SPAN": tile.span, "GROUPS": tile.groups,
         "PAGE": 0 if table is None else page, "SCALES": scales, "UNIT": unit, "CACHE_UNIT": cache_unit,

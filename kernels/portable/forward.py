@@ -15,8 +15,8 @@ from ..launch import (
     dot_precision,
     heads_per_section,
     kernel_inputs,
+    next_power_of_2,
     option_tensors,
-    padded,
     plan_of,
     run,
     switches_of,
@@ -207,7 +207,7 @@ def _launches(
 ) -> list[Launch]:
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
-    block_d, block_dv = padded(head_dim), padded(head_dim_v)
+    block_d, block_dv = next_power_of_2(head_dim), next_power_of_2(head_dim_v)
 
     def launch(tile: Tile) -> Launch:
         operands, strides, tma = kernel_operands(

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..launch import Launch, grid_tiles, padded
+from ..launch import Launch, grid_tiles, next_power_of_2
 from .tiles import (
     LOG2_E,
     NOT_SPECIALIZED,
@@ -219,5 +219,5 @@ def delta_launch(
         o, do, lse, dlse, starts_q, lse_log2, delta, turns, o.stride()[:3], do.stride()[:3],
         num_heads, num_q, padded_rows, grid_tiles(num_q, DELTA_ROWS, starts_q)[0],
     )  # fmt: skip
-    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v), "BLOCK_Q": DELTA_ROWS}
+    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": next_power_of_2(head_dim_v), "BLOCK_Q": DELTA_ROWS}
     return Launch(_delta_kernel, padded_rows // DELTA_ROWS * batch * num_heads, arguments, constants, {"num_warps": 4})

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import Options
 from ..decode import MAX_SPANS
 from ..device import capability, interpreting, num_sms
-from ..launch import Launch, descriptor, packed_descriptor, padded, tma_ready
+from ..launch import Launch, descriptor, next_power_of_2, packed_descriptor, tma_ready
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) ->
     """
     if interpreting():
         return DecodeTile(block_k=16, span=3, num_warps=4, num_stages=1, per_sm=1, groups=2)
-    width = padded(max(16, head_dim))
+    width = next_power_of_2(max(16, head_dim))
     if dtype == torch.float32:  # exact products are unrolled: more keys spill
         return DecodeTile(max(16, 2048 // width), 8, 4, 1, 2)
     block_k = min(128, 16384 // (width * dtype.itemsize))
@@ -202,7 +202,7 @@ def cut_for(device: torch.device, tile: DecodeTile) -> tuple[int, int]:
 def decode_rows(q_shape: torch.Size, num_kv_heads: int, least: int = 16) -> tuple[int, int]:
     """(rows of q that share a KV head, BLOCK_M)."""
     rows = q_shape[1] // num_kv_heads * q_shape[2]
-    return rows, min(max(least, padded(rows)), 64)
+    return rows, min(max(least, next_power_of_2(rows)), 64)
 
 
 @lru_cache(maxsize=64)
@@ -215,7 +215,7 @@ def decode_memory(
     # a window may begin inside a tile, so that a row has a tile more than its keys would fill
     spans = q_shape[0] * -(-(cache_shape[2] * pages_of_row // tile.block_k + 2) // tile.span)
     slots = few * tile.span + spans * cache_shape[1] * -(-rows // block_m)
-    return (slots, min(rows, block_m), padded(q_shape[3])), (slots, 2, block_m)
+    return (slots, min(rows, block_m), next_power_of_2(q_shape[3])), (slots, 2, block_m)
 
 
 def variant_of(options: Options) -> str:
@@ -244,7 +244,7 @@ def table_for(arch: tuple[int, int], element_bytes: int) -> dict[tuple[str, int,
 def table_tile(kernel: str, arch: tuple[int, int], element_bytes: int, head_dim: int, variant: str) -> Tile:
     """The table's tile for a kernel ("fwd", "dkdv" or "dq") on compute capability `arch`."""
     table = table_for(arch, element_bytes)
-    width = padded(max(16, head_dim))
+    width = next_power_of_2(max(16, head_dim))
     tile = table.get((kernel, width, variant)) or table.get((kernel, width, "any"))
     assert tile is not None, f"no tile for {kernel} at head_dim {head_dim}"
     return tile
