@@ -99,7 +99,7 @@ def _refuse_files(data: DataConfig, files: Mapping[str, list[str]], hashed: Mapp
     """
     named = "+".join(filter(None, (data.split, data.validation_split)))
     used, first = {part.partition("[")[0].strip() for part in named.split("+")}, {}
-    for split, file in ((split, Path(file)) for split, of_split in files.items() for file in of_split):
+    for split, file in [(split, Path(name)) for split, names in files.items() for name in names]:
         if (sha256 := hashed.get(file.resolve())) is None:
             raise ValueError(
                 f"{_title(data)} reads {file}, which was not hashed (it is outside, hidden, behind a linked folder or "
@@ -189,13 +189,12 @@ def _one_line(data: DataConfig, split: str = "") -> Iterator[None]:
     from huggingface_hub.errors import HTTPError
     from yaml import YAMLError
 
+    # what the libraries raise over damaged files and odd columns, pyarrow's included; the last is of an empty JSON file
+    known = OSError, HTTPError, DatasetsError, ValueError, TypeError, LookupError, AttributeError, ImportError
+    known += RuntimeError, YAMLError, StopIteration
     try:
         yield
-    # what the libraries raise over damaged files and odd columns, pyarrow's included; the last is of an empty JSON file
-    except (
-        *(OSError, HTTPError, DatasetsError, ValueError, TypeError, LookupError, AttributeError, ImportError),
-        *(RuntimeError, YAMLError, StopIteration),
-    ) as error:
+    except known as error:
         reason = " ".join(str(error).split("\n")[:2]).strip().rstrip(".")
         reason = reason or ("a file is empty" if isinstance(error, StopIteration) else type(error).__name__)
         if split and isinstance(error, UnicodeDecodeError):

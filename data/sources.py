@@ -8,11 +8,11 @@ Held-out text. A hub dataset may have a validation split. Else the last `validat
 out, as nanoGPT does for Shakespeare; the document at the cut is divided.
 """
 
-import itertools
 import platform
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -64,19 +64,17 @@ def open_source(data: DataConfig) -> Source:
             "files": [file.identity for file in files],
             "validation_fraction": data.validation_fraction,
         }
-        if field != textfiles.FIELD and all(file.kind == "text" for file in files):
-            raise ValueError(f"data.text_field={field} names a column, and text files have none; drop it")
         if field != textfiles.FIELD:  # the fingerprints of the first releases lack this key
+            if all(file.kind == "text" for file in files):
+                raise ValueError(f"data.text_field={field} names a column, and text files have none; drop it")
             identity["text_field"] = field
-        return Source(
-            "text",
-            identity,
-            {"names": [file.path.name for file in files]},
-            lambda: hold_out(
-                lambda: itertools.chain.from_iterable(textfiles.read(file, field) for file in files),
-                data.validation_fraction,
-            ),
-        )
+
+        def documents() -> Iterator[Fragment]:
+            for file in files:
+                yield from textfiles.read(file, field)
+
+        names = {"names": [file.path.name for file in files]}
+        return Source("text", identity, names, lambda: hold_out(documents, data.validation_fraction))
     assert data.source == "hub", "each of SOURCES has a branch"
     return _hub(data)
 
@@ -98,13 +96,12 @@ def _hub(data: DataConfig) -> Source:
                     "and validation as they lie; leave it out"
                 )
         files = dict(zip(found, textfiles.inspect(list(found.values())), strict=True))
+        rows = {split: partial(textfiles.lines, file) for split, file in files.items()}
         return Source(
             label,
             {"source": "wikitext", "files": {split: file.identity for split, file in files.items()}},
             {"name": label, "names": {split: file.path.name for split, file in files.items()}},
-            lambda: {
-                split: lambda file=file: wikitext.articles(textfiles.lines(file)) for split, file in files.items()
-            },
+            lambda: {split: partial(_documents, of_split, "wikitext") for split, of_split in rows.items()},
         )
     identity: dict[str, Any] = {"source": "wikitext" if data.documents == "wikitext" else "hub"}
     hashes: dict[str, str] = {}
@@ -124,14 +121,15 @@ def _hub(data: DataConfig) -> Source:
 
     def splits() -> dict[str, Stream]:
         opened, about["commit"] = hub.open_splits(data, folder, hashes, versions)
-        streams = {split: lambda rows=rows: _documents(rows(), data.documents) for split, rows in opened.items()}
+        streams = {split: partial(_documents, rows, data.documents) for split, rows in opened.items()}
         return streams if "validation" in streams else hold_out(streams["train"], data.validation_fraction)
 
     return Source(label, identity, about, splits)
 
 
-def _documents(rows: Iterator[str], kind: str) -> Iterator[Fragment]:
-    return wikitext.articles(rows) if kind == "wikitext" else ((text, True) for text in rows if text)
+def _documents(rows: Callable[[], Iterator[str]], kind: str) -> Iterator[Fragment]:
+    """The documents of `rows`, of one kind of data.documents; a row without text is none."""
+    return wikitext.articles(rows()) if kind == "wikitext" else ((text, True) for text in rows() if text)
 
 
 def hold_out(stream: Stream, fraction: float) -> dict[str, Stream]:

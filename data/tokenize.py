@@ -93,12 +93,12 @@ def tokenize(
 ) -> Iterator[np.ndarray]:
     """Token ids (uint32) of the stream, in order, with end-of-text between documents; adds to `counts` as it goes."""
     end_of_text = np.array([encoding.eot_token], dtype=np.uint32)
-
     unknown = getattr(encoding, "unk_token", None)
+    from_files = not isinstance(encoding, tiktoken.Encoding)  # a FileEncoding (data/tokenizer_file.py)
 
     def encode(text: str, first: bool) -> tuple[bool, np.ndarray, int, int]:
         # special tokens in the text are text. tiktoken's encodings have no `first`: a document begins like any piece
-        begins = {} if isinstance(encoding, tiktoken.Encoding) else {"first": first}
+        begins = {"first": first} if from_files else {}
         try:
             tokens = encoding.encode_to_numpy(text, disallowed_special=(), **begins)
         except ValueError as error:  # GPT-2's pattern and a million blanks in a row
@@ -109,8 +109,8 @@ def tokenize(
             lost = max(0, lost - text.count(encoding.unknown))
         return first, tokens, len(text.encode()), lost
 
-    asked = {} if isinstance(encoding, tiktoken.Encoding) else {"divides": encoding.divides}
-    for first, tokens, size, lost in ordered_map(encode, pieces(fragments, **asked), num_workers):
+    cuts = {"divides": encoding.divides} if from_files else {}
+    for first, tokens, size, lost in ordered_map(encode, pieces(fragments, **cuts), num_workers):
         if first and counts.documents:
             counts.tokens += 1
             yield end_of_text
@@ -118,7 +118,7 @@ def tokenize(
         counts.tokens += len(tokens)
         counts.bytes += size
         counts.unknown += lost
-        if asked and unknown != encoding.eot_token and (tokens == encoding.eot_token).any():  # tiktoken's never do so
+        if from_files and unknown != encoding.eot_token and (tokens == encoding.eot_token).any():
             raise ValueError(
                 f"tokenizer={encoding.name} reads {encoding.decode([encoding.eot_token])!r} in the text as the end of "
                 "a document; take it out of the text, or use another tokenizer"
