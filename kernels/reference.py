@@ -129,11 +129,9 @@ def _naive(
     if options.sinks is not None:  # one more column, a score per head
         column = options.sinks[None, :, None, None].expand(batch, heads, num_q, 1).to(scores.dtype)
         scores = torch.cat([scores, column], dim=-1)
-    finite = scores
-    if options.sinks is not None:  # a row without any key and with a sink of -inf has a gradient of 0
         empty = (scores == -math.inf).all(-1, keepdim=True)
-        finite = scores.masked_fill(empty, 0.0)
-    probs = torch.softmax(finite, dim=-1)[..., :num_k]
+        scores = scores.masked_fill(empty, 0.0)  # a row without any key and with a sink of -inf has a gradient of 0
+    probs = torch.softmax(scores, dim=-1)[..., :num_k]
     if visible is not None and (num_q > num_k or options.masked):
         # rows may see no key: their softmax is 0/0, and its gradient must not escape
         probs = probs.masked_fill(~visible, 0.0)
@@ -144,6 +142,6 @@ def _naive(
     o = probs @ v
     if not return_lse:
         return o, None
-    lse = torch.logsumexp(finite, dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
     lse = lse.masked_fill(lse == math.inf, math.nan)  # a score of +inf gives NaN, as in O and with a running max
     return o, lse if options.sinks is None else lse.masked_fill(empty.squeeze(-1), -math.inf)
