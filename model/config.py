@@ -94,6 +94,12 @@ class GPTConfig:
 
     def validate(self) -> None:
         """Raise ValueError on the first invalid key; call it again after changing a field."""
+        self._check_types()
+        self._check_values()
+        if self.name is None:  # a named model has its own sizes
+            self._check_sizes()
+
+    def _check_types(self) -> None:
         for field in fields(self):
             kinds, value = get_args(field.type) or (field.type,), getattr(self, field.name)
             if isinstance(value, bool):
@@ -104,6 +110,9 @@ class GPTConfig:
                 fits = isinstance(value, kinds)
             if not fits:
                 raise ValueError(f"model.{field.name}={value!r} must be {' or '.join(KINDS[kind] for kind in kinds)}")
+
+    def _check_values(self) -> None:
+        """Each key by itself, and those that need another one."""
         for key in ("num_layers", "num_heads", "num_kv_heads", "n_embd", "mlp_hidden", "window"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -133,8 +142,9 @@ class GPTConfig:
             raise ValueError(f"model.qk_gain={self.qk_gain} must be from 1e-20 to 1e20; 1 leaves scores as they are")
         if self.qk_gain != 1 and not self.qk_norm:
             raise ValueError(f"model.qk_gain={self.qk_gain} needs model.qk_norm=true; set that, or use model.qk_gain=1")
-        if self.name is not None:  # that model has its own sizes
-            return
+
+    def _check_sizes(self) -> None:
+        """Widths and heads that divide each other."""
         if self.n_embd % self.num_heads:
             raise ValueError(
                 f"model.n_embd={self.n_embd} is not a multiple of model.num_heads={self.num_heads}; "
