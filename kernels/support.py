@@ -217,40 +217,42 @@ def _device_reason(
         return _flash_device_reason(device, features, dtype)
     if implementation == "kvcache":
         return _kvcache_device_reason(device, dtype)
-    reason = implementation == "hopper" and _no_hopper_device_reason(device)
-    return f"{reason}; use the portable kernels" if reason else None
+    if implementation == "hopper" and (reason := _no_hopper_device_reason(device)):
+        return f"{reason}; use {KERNELS['hopper'].instead}"
+    return None
 
 
 def _flash_device_reason(device: torch.device, features: Collection[str], dtype: torch.dtype) -> str | None:
     instead = _instead_of_flash(features, dtype)
     if dtype not in IMPLEMENTATIONS["flash"].dtypes:
         return f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use {NAIVE}"
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            return None  # a run is planned here for a GPU elsewhere
-        if not HAS_TRITON:
-            return f"flash attention needs Triton, which is not installed and is made for Linux; use {instead}"
-        major, minor = capability(device.index)
-        if major >= 8:
-            return None
-        return f"compute capability {major}.{minor} is not supported by flash attention (8.0 or newer); use {instead}"
-    if device.type != "cpu":
+    if device.type not in ("cuda", "cpu"):
         return f"device type {device.type} is not supported by flash attention (cuda); use {instead}"
-    if interpreting():
+    if _is_elsewhere(device) or (device.type == "cpu" and interpreting()):
         return None
     if not HAS_TRITON:
         return f"flash attention needs Triton, which is not installed and is made for Linux; use {instead}"
-    return (
-        f"flash attention needs an NVIDIA GPU; use {instead}, "
-        "or set TRITON_INTERPRET=1 before the start to test it on a CPU"
-    )
+    if device.type == "cpu":
+        return (
+            f"flash attention needs an NVIDIA GPU; use {instead}, "
+            "or set TRITON_INTERPRET=1 before the start to test it on a CPU"
+        )
+    major, minor = capability(device.index)
+    if major >= 8:
+        return None
+    return f"compute capability {major}.{minor} is not supported by flash attention (8.0 or newer); use {instead}"
+
+
+def _is_elsewhere(device: torch.device) -> bool:
+    """Whether a GPU is only planned for, from a machine that has none."""
+    return device.type == "cuda" and not torch.cuda.is_available()
 
 
 def _kvcache_device_reason(device: torch.device, cache_dtype: torch.dtype) -> str | None:
     """Other devices are accepted: where no kernel runs, the definition does."""
     if device.type == "meta":
         return "kvcache reads lengths, which tensors on meta have not; use tensors with values, or FakeTensorMode"
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or _is_elsewhere(device):
         return None
     needed = (8, 9) if cache_dtype == torch.float8_e4m3fn else (8, 0)
     found = capability(device.index)
@@ -318,8 +320,8 @@ def _listed(head_dims: range) -> str:
 def _no_hopper_device_reason(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"hopper needs a CUDA device; q is on {device.type}"
-    if not torch.cuda.is_available():
-        return None  # as above
+    if _is_elsewhere(device):
+        return None
     major, minor = capability(device.index)
     if (major, minor) != (9, 0):
         return f"hopper needs compute capability 9.0; this device has {major}.{minor}"
