@@ -175,8 +175,8 @@ def _prepare(
             shards = write_split(folder, split, dtype, pieces)
             manifest["splits"][split] = asdict(counts) | {"shards": shards}
             megabytes, seconds = counts.bytes / 1e6, time.perf_counter() - began
-            said = f"{megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)"
-            say(f"tokenized {split}: {said}" + f", {counts.unknown:,} tokens unknown" * bool(counts.unknown))
+            lost = f", {counts.unknown:,} tokens unknown" if counts.unknown else ""
+            say(f"tokenized {split}: {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s){lost}")
         with open(folder / MANIFEST, "x") as file:
             json.dump(manifest | {"checksum": digest(manifest)}, file, indent=1)
         flush(folder / MANIFEST)

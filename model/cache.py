@@ -73,10 +73,11 @@ class KVCache:
             if dtype.itemsize == 1:
                 self.scales = [torch.ones(shape[:4], device=device, dtype=torch.float32) for _ in range(2)]
         except (MemoryError, torch.OutOfMemoryError) as error:
+            paged, or_pages = (f", {places} pages of {slots},", " or pages") if pool else ("", "")
             raise ValueError(
-                f"a KV cache of {num_rows} rows of {max_tokens} tokens{f', {places} pages of {slots},' * bool(pool)} "
-                f"needs {needed / 2**30:.2f} GiB and {(free_bytes(device) or 0) / 2**30:.2f} GiB are free on {device}; "
-                f"use fewer rows (batch_size){' or pages' * bool(pool)}"
+                f"a KV cache of {num_rows} rows of {max_tokens} tokens{paged} needs {needed / 2**30:.2f} GiB and "
+                f"{(free_bytes(device) or 0) / 2**30:.2f} GiB are free on {device}; use fewer rows "
+                f"(batch_size){or_pages}"
             ) from error
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored

@@ -7,6 +7,7 @@ decoded targets' UTF-8, without end-of-text; the blank that a folder's tokenizer
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import tiktoken
@@ -88,7 +89,7 @@ def evaluate(
         losses.append(loss.item())  # fp32, added as float64
     model.train(was_training)
     shares = world.all_gather(losses)[:: world.context]  # processes that share rows have the same
-    in_order = (shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares))))
+    in_order = chain.from_iterable(zip(*shares, strict=True))
     return windows.metrics(sum(in_order) / windows.targets.numel())
 
 

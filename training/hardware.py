@@ -143,7 +143,7 @@ def _device(config: HardwareConfig, world: World) -> torch.device:
         raise ValueError("hardware.device=mps but PyTorch sees no Apple GPU; use hardware.device=cpu")
     count = torch.cuda.device_count()
     if config.device.startswith("cuda") and gpu_number(config.device) >= count:
-        seen = f"{count} GPU{'s' * (count > 1)}"
+        seen = "1 GPU" if count == 1 else f"{count} GPUs"
         raise ValueError(f"hardware.device={config.device} but PyTorch sees {seen}; use hardware.device=cuda")
     device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
     if config.cuda_graphs and device.type != "cuda":

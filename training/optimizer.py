@@ -186,9 +186,10 @@ class Optimizer:
 
         loss: the step's loss, not scaled, on the device; if it is not finite, the step is not taken either.
         """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         if self.loss_scale is not None:
-            self.loss_scale.unscale([p.grad for p in self.parameters if p.grad is not None])
-        norm = total_norm([p.grad for p in self.parameters if p.grad is not None], self._global[self.parameters[0]])
+            self.loss_scale.unscale(gradients)
+        norm = total_norm(gradients, self._global[self.parameters[0]])
         nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip or math.inf, norm)
         overflow = ~norm.isfinite()
         bad = overflow if self.loss_scale is None else overflow & self.loss_scale.exhausted()

@@ -256,7 +256,8 @@ class Report:
         print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}), flush=True)
         if expects_figures and self.rows and all(row.get("error") for row in self.rows):
             first, *others = dict.fromkeys(row.get("why") or row["error"] for row in self.rows)
-            sys.exit(fail(f"nothing could be measured: {first}" + f"; {len(others)} more reasons above" * bool(others)))
+            more = f"; {len(others)} more reasons above" if others else ""
+            sys.exit(fail(f"nothing could be measured: {first}{more}"))
 
 
 def origin_line(report: dict[str, Any]) -> str:
