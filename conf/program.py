@@ -102,7 +102,8 @@ def program(
                 refuse_several(Path(sys.argv[0]).name)
             typed = sys.argv
             register(schema)
-            runs = _Runs(main, schema, defaults, typed, [], run_dir != ".", show_traceback, _processes(world))
+            how = {"writes": run_dir != ".", "show_traceback": show_traceback, "processes": _processes(world)}
+            runs = _Runs(main, schema, defaults, typed, **how)
             if not runs.is_first:
                 sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
@@ -171,20 +172,21 @@ class _Runs(Generic[S]):
         writes: whether each run has a folder of its own.
         processes: those that run together; None: this one alone.
         folders, exit_codes, refused: of the runs so far; codes only of those that ended badly, lines of those refused.
+        pid: this process's; a launcher of Hydra's, as submitit, runs each job in another.
     """
 
     main: Callable[[S, Path], Any]
     schema: type[S]
     defaults: list[str]
     typed: list[str]
-    values: list[str]
     writes: bool
     show_traceback: bool
     processes: "World | None"
+    values: list[str] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    process: int = field(default_factory=os.getpid)
+    pid: int = field(default_factory=os.getpid)
 
     @property
     def is_first(self) -> bool:
@@ -215,7 +217,7 @@ class _Runs(Generic[S]):
                 if self.processes:
                     self.processes.close()
                 raise
-            if stopped.code and os.getpid() != self.process:
+            if stopped.code and os.getpid() != self.pid:
                 raise ValueError(f"the run in {folder} ended with exit code {stopped.code}") from stopped
             self.exit_codes.append(stopped.code)
         except KeyboardInterrupt:  # before there was anything to save
@@ -261,7 +263,7 @@ class _Runs(Generic[S]):
         if self.is_first and not remove_if_empty(folder) and has_begun:
             message += keep_traceback(folder / "error.log")
         self.end_all(folder, message, EXIT_USER_ERROR)
-        if os.getpid() != self.process:  # in a launcher's job; `process` reads how it ends
+        if os.getpid() != self.pid:  # in a launcher's job, whose end the process `pid` reads
             raise ValueError(message) from error
         self.exit_codes.append(fail(message))
         parsed = OverridesParser.create().parse_overrides(self.values)
