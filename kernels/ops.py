@@ -46,24 +46,24 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options, plan: Plan | None = 
     if options.packed:
         check_documents(options, q.shape[2], k.shape[2])
     if _on_hopper(plan, q, k, v, options, backward=False):
-        from .hopper import forward as hopper
+        from .hopper.forward import launch_hopper_fwd
 
-        return hopper.launch_hopper_fwd(q, k, v, options, None, plan)
-    from .portable import forward as portable
+        return launch_hopper_fwd(q, k, v, options, None, plan)
+    from .portable.forward import launch_flash_fwd
 
-    return portable.launch_flash_fwd(q, k, v, options, None, plan)
+    return launch_flash_fwd(q, k, v, options, None, plan)
 
 
 def _run_backward(do, dlse, q, k, v, o, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = Options(*options)
     plan = plan_of(key_of(("backward", dlse is None), options, q, k, v, o, do))
     if _on_hopper(plan, q, k, v, options, backward=True):
-        from .hopper import backward as hopper
+        from .hopper.backward import launch_hopper_bwd
 
-        return hopper.launch_hopper_bwd(do, dlse, q, k, v, o, lse, options, plan)
-    from .portable import backward as portable
+        return launch_hopper_bwd(do, dlse, q, k, v, o, lse, options, plan)
+    from .portable.backward import launch_flash_bwd
 
-    return portable.launch_flash_bwd(do, dlse, q, k, v, o, lse, options, None, None, plan)
+    return launch_flash_bwd(do, dlse, q, k, v, o, lse, options, None, None, plan)
 
 
 def _on_hopper(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool) -> bool:
