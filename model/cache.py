@@ -17,7 +17,7 @@ from kernels.decode import MAX_QUERIES
 from model.attention import AttentionFunction, flash
 from model.config import GPTConfig
 from model.free_memory import free_bytes
-from model.prompts import Prompts, sent
+from model.prompts import Prompts, end_to_end, in_rows, sent
 from model.sampling import whole
 
 ABSENT = -1  # the length of a row that is not in use
@@ -165,7 +165,7 @@ class KVCache:
                 f"{q.size(2)} tokens are not a multiple of the KV cache's {len(self.reserved)} rows; give the same "
                 "number for each"
             )
-        q, k, v = (x[0].unflatten(1, (len(self.reserved), -1)).transpose(0, 1) for x in (q, k, v))  # (rows, H, N, D)
+        q, k, v = (in_rows(x, len(self.reserved)) for x in (q, k, v))  # (rows, H, N, D)
         if attend is flash and q.size(2) <= MAX_QUERIES:
             (keys, k_scale), (values, v_scale) = self._of(layer)
             o = flash_attention_with_kvcache(
@@ -179,7 +179,7 @@ class KVCache:
                 rows = torch.tensor([row for row, other in enumerate(lengths) if other == length], device=q.device)
                 stored = self._append(layer, rows, length, k[rows], v[rows])
                 o[rows] = attend(q[rows], *stored, causal=True, **options)
-        return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+        return end_to_end(o)
 
     def advance(self, num_tokens: int) -> None:
         """Add `num_tokens` to the length of each row in use, once every layer has attended. A CUDA graph replays it on

@@ -18,6 +18,16 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=device.type == "cuda")
 
 
+def in_rows(x: Tensor, rows: int) -> Tensor:
+    """x (1, H, rows * N, D), whose rows lie end to end, as (rows, H, N, D)."""
+    return x.view(x.size(1), rows, -1, x.size(3)).transpose(0, 1)
+
+
+def end_to_end(o: Tensor) -> Tensor:
+    """The reverse of `in_rows`; no copy of attention's results, which are stored tokens first."""
+    return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+
 class Prompts:
     """A cache for one call of the model: reads the prompts of some rows, end to end without padding.
 
@@ -71,9 +81,8 @@ class Prompts:
         """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D); `options` as in a cache."""
         self.cache.store(layer, self.places, k[0], v[0])
         if self.documents is None:
-            q, k, v = (x.view(x.size(1), len(self.counts), -1, x.size(3)).transpose(0, 1) for x in (q, k, v))
-            o = attend(q, k, v, causal=True, **options)  # (rows, Hq, N, D)
-            return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+            q, k, v = (in_rows(x, len(self.counts)) for x in (q, k, v))
+            return end_to_end(attend(q, k, v, causal=True, **options))
         if attend is flash:
             return attend(q, k, v, causal=True, **options, documents=self.documents)
         each = zip(*(x.split(self.counts, dim=2) for x in (q, k, v)), strict=True)
