@@ -162,7 +162,7 @@ def run(
 
             # --- after a loss or gradient that is not finite the optimizer changes nothing, so the check may run a step
             # late and set `step` back; it waits for this step where the loss or weights are logged, saved or evaluated
-            stopping = stop.requested
+            stopping = stop.poll()
             if bad := check.bad_step(step, loss, grad_norm, wait=stopping or config.is_observed(step)):
                 if not bad_steps.handle(bad, prefetcher, stepper.compute_step, stop):
                     step = bad.step - 1

@@ -115,8 +115,8 @@ def test_the_time_limit_is_in_hours(monkeypatch):
     stop = StopRequest(2, began=0.0)
     for seconds, requested in ((7199.0, False), (7200.0, True), (7201.0, True)):
         now[0] = seconds
-        assert stop.requested == requested
-    assert not StopRequest(None).requested
+        assert stop.poll() == requested
+    assert not StopRequest(None).poll()
 
 
 # for each line on stdin a child, and how it ended: PyTorch is imported once. A child is busy, as a step is;
@@ -206,7 +206,7 @@ def test_a_signal_that_was_ignored_stays_so(name, monkeypatch):
     try:
         with StopRequest() as stop:
             os.kill(os.getpid(), number)
-            assert not stop.requested
+            assert not stop.poll()
             monkeypatch.setattr(sys, "stdout", None)  # a closed one has no cursor to show
             os.kill(os.getpid(), signal.SIGTERM)
             assert (stop.reason, stop.exit_code) == ("SIGTERM", 143)
@@ -218,5 +218,5 @@ def test_a_signal_that_was_ignored_stays_so(name, monkeypatch):
 def test_a_signal_after_the_time_limit_is_the_reason():
     stop = StopRequest(max_hours=1e-9)
     stop.request("a step that was not finite, step 5", 65, "to go on")
-    assert stop.requested
+    assert stop.poll()
     assert (stop.exit_code, stop.reason) == (65, "a step that was not finite, step 5")

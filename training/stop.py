@@ -77,7 +77,7 @@ def shell_command(program: str, *arguments: str) -> str:
 
 
 class StopRequest:
-    """Use with `with`; the loop reads `requested` between steps. Outside the main thread no handler is installed.
+    """Use with `with`; the loop calls `poll` after each step. Outside the main thread no handler is installed.
 
     `max_hours` (None: no limit) count from `began`, a time.perf_counter().
 
@@ -97,8 +97,8 @@ class StopRequest:
         self._max_hours, self._began, self._world = max_hours, began, world
         self._previous: dict[int, object] = {}
 
-    @property
-    def requested(self) -> bool:
+    def poll(self) -> bool:
+        """Whether to stop after this step; of several processes each asks once a step, and all hear the same."""
         limit = self._max_hours
         if self.reason is None and limit is not None and time.perf_counter() - self._began >= limit * 3600:
             self.reason, self.exit_code = f"train.max_hours={limit:g}", EXIT_TIME_LIMIT
