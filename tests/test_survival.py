@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from tests.runs import SMALL, small_run
 from train import train
 from training import stepper
 from training.checkpoint import open_checkpoint
+from training.parallel import World
 from training.stop import SIGNALS, StopRequest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,6 +141,19 @@ def test_a_signal_in_the_last_step_ends_a_sweep_and_leaves_its_run_complete(swee
     assert (summary["stopped"], summary["exit_code"], summary["steps"]) == (None, 0, 2)
 
 
+def test_a_signal_that_another_process_heard_in_the_last_step_ends_a_sweep(tmp_path, monkeypatch):
+    small_run(tmp_path)  # writes the corpus
+    monkeypatch.chdir(tmp_path)
+    files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
+    monkeypatch.setattr(sys, "argv", ["train.py", *files, *SMALL, "train.steps=2", "-m", "optim.lr=1e-3,2e-3"])
+    gather = World.all_gather
+    monkeypatch.setattr(World, "all_gather", lambda self, x: gather(self, x) + ([143] if isinstance(x, int) else []))
+    with pytest.raises(SystemExit) as left:
+        program.main()
+    assert left.value.code == 143
+    assert len([*(tmp_path / "runs").rglob("summary.json")]) == 1
+
+
 # `signal.pause` would sleep through a signal that came just before it
 LOOP = """
 import os, signal, sys
@@ -213,6 +228,21 @@ def test_a_signal_that_was_ignored_stays_so(name, monkeypatch):
             assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_two_signals_at_once_are_one_and_leave_no_traceback(monkeypatch):
+    """As systemd sends them, and as a loop that is deep in one call finds both."""
+    both, reported = (signal.SIGHUP, signal.SIGTERM), []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    with StopRequest() as stop:
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for number in both:
+            signal.pthread_kill(threading.get_ident(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        assert (stop.poll(), stop.reason) == (True, "SIGHUP")
+        sys.unraisablehook(SimpleNamespace(exc_value=OSError("another")))
+    assert [str(each.exc_value) for each in reported] == ["another"]
+    assert sys.unraisablehook == reported.append
 
 
 def test_a_signal_after_the_time_limit_is_the_reason():

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from training.parallel import ALONE, World
 from training.watchdog import SHOW_CURSOR
@@ -96,6 +97,7 @@ class StopRequest:
         self.purpose, self.overrides = "to go on", ()
         self._max_hours, self._began, self._world = max_hours, began, world
         self._previous: dict[int, object] = {}
+        self._report = sys.unraisablehook
 
     def poll(self) -> bool:
         """Whether to stop after this step; of several processes each asks once a step, and all hear the same."""
@@ -128,12 +130,20 @@ class StopRequest:
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not the main thread: Python allows no handlers there
             return self
+        sys.unraisablehook = self._report_but_races
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # train.py blocks SIGUSR1 before its slow imports
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if sys.unraisablehook == self._report_but_races:
+            sys.unraisablehook = self._report
+
+    def _report_but_races(self, unraisable: Any) -> None:
+        """A second signal at the same moment (systemd's SIGTERM and SIGHUP) finds its handler gone: Python says so."""
+        if "ignored due to race condition" not in str(unraisable.exc_value):
+            self._report(unraisable)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason, self.exit_code = signal.Signals(number).name, 128 + number
