@@ -198,9 +198,11 @@ def test_tokens_of_other_rows_than_its_own_are_refused_by_the_cache(cache):
 def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
     """Read again they would take back a row's later tokens; after it was freed, write into another's pages."""
     cache = paged(num_rows=3)
-    cache.allocate(0)
-    cache.extend([0], 3)
-    for rows in ([], [0, 0]):
+    cache.allocate(0, 1)
+    cache.extend([0, 1], [3, 0])
+    with pytest.raises(ValueError, match="row 1 of the KV cache has 0 tokens and room for 0; a prompt is read"):
+        cache.prompts([1])
+    for rows in ([], [0, 0], 0):
         with pytest.raises(ValueError, match="name those whose prompts are to be read in a list, each once"):
             cache.prompts(rows)
     prompts = cache.prompts([0])

@@ -104,6 +104,14 @@ def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
     save(tmp_path, net, 40)
     checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
     assert (tmp_path / "last").resolve().name == "step_000040" in {path.name for path in tmp_path.iterdir()}
+    assert checkpoints.open_checkpoint(tmp_path / "last").step == 40
+
+
+def test_a_milestone_past_a_million_is_kept(tmp_path):
+    for step in (1_200_000, 1_200_001):
+        save(tmp_path, Net(), step)
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=300_000)
+    assert steps(tmp_path) == [1_200_000, 1_200_001]
 
 
 def test_the_newest_is_the_one_written_last(tmp_path):
@@ -361,6 +369,106 @@ def test_a_pickle_with_code_is_not_run(tmp_path, capsys):
     assert "boom" not in capsys.readouterr().out
 
 
+def test_weights_of_another_model_are_refused(tmp_path):
+    """Nothing is cast, left out or kept as it was."""
+    opened = checkpoints.open_checkpoint(save(tmp_path, Net(), 1))
+    own, missing = Net(), Net()
+    own.register_buffer("more", torch.zeros(1))
+    del missing.linear
+    for other, says in (
+        (own, "does not fit the model: tensor more; check"),
+        (missing, "does not fit the model: tensor linear.weight; check"),
+        (Net().double(), r"is \(11, 4\) in torch.float32, the model's is \(11, 4\) in torch.float64"),
+        (Net(5), r"is \(11, 4\) in torch.float32, the model's is \(11, 5\) in torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            opened.load_weights(other)
+
+
+def test_a_step_that_cannot_be_replaced_keeps_its_name(tmp_path, monkeypatch):
+    save(tmp_path, Net(), 1)
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name.startswith(".step") and "replaced" not in path.name:
+            raise OSError("no space")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(OSError, match="no space"):
+            save(tmp_path, Net(), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000001"]
+    save(tmp_path, Net(), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000001"]
+
+
+@pytest.mark.parametrize("cut", ["", "[1]", "{}", '{"to": null, "from": 1}'])
+def test_what_was_noted_of_a_way_back_may_be_cut(tmp_path, cut):
+    save(tmp_path, Net(), 1)
+    (tmp_path / checkpoints.WENT_BACK).write_text(cut)
+    assert checkpoints.newest_complete(tmp_path, pytest.fail).step == 1
+
+
+def test_who_goes_on_from_anothers_leaves_the_own_as_they_are(tmp_path):
+    for run in ("own", "other"):
+        (tmp_path / run).mkdir()
+        for step in (1, 2):
+            save(tmp_path / run, Net(), step)
+    checkpoints.go_back(tmp_path / "own", checkpoints.open_checkpoint(tmp_path / "other" / "step_000001"))
+    assert (tmp_path / "own" / "last").resolve().name == "step_000002"
+    assert not (tmp_path / "own" / checkpoints.WENT_BACK).exists()
+
+
+def test_a_format_to_come_is_refused(tmp_path):
+    path = save(tmp_path, Net(), 1)
+    described_anew(path, lambda meta: meta.update(format=checkpoints.FORMAT + 1))
+    with pytest.raises(ValueError, match=rf"has format {checkpoints.FORMAT + 1}, this version reads"):
+        checkpoints.open_checkpoint(path)
+
+
+def test_a_damaged_last_one_does_not_keep_a_run_from_its_start(tmp_path):
+    save(tmp_path, Net(), 1)
+    (save(tmp_path, Net(), 2) / checkpoints.META).unlink()
+    checkpoints.prepare(tmp_path)
+    assert checkpoints.newest_complete(tmp_path, lambda line: None).step == 1
+
+
+def test_one_that_cannot_be_read_at_all_is_passed_over(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, Net(), step)
+    real = checkpoints.fingerprint
+
+    def fails(path):
+        if path.parent.name == "step_000002":
+            raise OSError("Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(checkpoints, "fingerprint", fails)
+    lines = []
+    assert checkpoints.newest_complete(tmp_path, lines.append).step == 1
+    assert lines == ["passed over: Input/output error"]
+
+
+def test_a_folder_that_is_linked_holds_its_own(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    save(tmp_path / "checkpoints", Net(), 1)
+    (tmp_path / "link").symlink_to(tmp_path / "checkpoints")
+    opened = checkpoints.open_checkpoint(tmp_path / "link" / "last")
+    assert opened.is_in(tmp_path / "link")
+    assert opened.is_in(tmp_path / "checkpoints")
+
+
+def test_folders_with_other_names_are_not_read(tmp_path):
+    (tmp_path / "step_notes").mkdir()
+    (tmp_path / "step_000009").write_text("notes")
+    save(tmp_path, Net(), 1)
+    save(tmp_path, Net(), 2)
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    assert checkpoints.newest_complete(tmp_path, pytest.fail).step == 2
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000009", "step_notes"]
+
+
 def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
     checkpoints.prepare(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match="no whole checkpoint"):
@@ -396,6 +504,7 @@ def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
     (tmp_path / ".step_000002.99").mkdir()
     (tmp_path / ".step_000002.99" / checkpoints.WEIGHTS).write_bytes(b"half")
     (tmp_path / ".last.99").symlink_to("step_000002")
+    (tmp_path / ".best.99").symlink_to("step_000002")
     (tmp_path / ".step_000001.removed.99").mkdir()
     checkpoints.prepare(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000001"]
@@ -825,6 +934,24 @@ def test_weights_that_are_not_finite_are_not_saved(saver, value):
     saver.wait()
     assert saver.lines == ["not saved: step 1: linear.weight is not finite"]
     assert steps(saver.folder) == []
+    with pytest.raises(ValueError, match=r"\(linear.weight is not finite\): mend its cause and begin anew"):
+        saver.check()
+    saver.ends_for_bad_numbers = True  # which is said already
+    saver.save(net, {}, {"step": 1})
+    saver.check()
+
+
+def test_without_an_evaluation_nothing_is_said_of_the_best(saver):
+    save_with(saver, Net(), 1)
+    assert "best_loss" not in checkpoints.open_checkpoint(saver.folder / "last").meta
+    assert not (saver.folder / "best").exists()
+
+
+def test_a_saver_that_cannot_record_a_way_back_says_so(saver, monkeypatch):
+    save_with(saver, Net(), 1)
+    monkeypatch.setattr(checkpoints, "go_back", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    saver.go_back(checkpoints.open_checkpoint(saver.folder / "last"))
+    assert saver.lines == [f"not written: {saver.folder / checkpoints.WENT_BACK}: no space; the run goes on"]
 
 
 def test_a_folder_that_is_handed_on_is_on_disk_before_its_name_is(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """A text is tokenized once, checked at every opening, and refused in one line when something is wrong with it."""
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import pytest
 from data import DataConfig, TokenBatches, build_tokenizer, open_dataset
 from data.config import check_tokenizer
 from data.dataset import digest, locate
+from data.shards import flush
 from data.sources import embedded_topics
 from data.textfiles import find, inspect, lines, read
 from tests.runs import Outcome, told
@@ -116,6 +118,22 @@ def test_another_column(tmp_path, cache):
     (tmp_path / "a.txt").write_text(TEXT)
     with pytest.raises(ValueError, match="text_field=body names a column, and text files have none"):
         opened(cache, str(tmp_path / "a.txt"), text_field="body")
+
+
+def test_a_file_longer_than_a_piece_is_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.textfiles.PIECE_CHARACTERS", 4)
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
+    (file,) = inspect([tmp_path / "a.txt"])
+    assert list(read(file)) == [("one\ntwo\n", True), ("three\n", False)]
+
+
+@pytest.mark.parametrize("rows", ['{"text":\r"one"}\r\n{"text": "two"}', '[{"text": "one"}, {"text": "two"}]'])
+def test_a_byte_order_mark_before_rows_is_not_read(rows, tmp_path):
+    """And nothing is said of it: their caches are those of before it was left out of text."""
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    (file,) = inspect([tmp_path / "a.json"])
+    assert list(read(file)) == [("one", True), ("two", True)]
+    assert "mark" not in file.identity
 
 
 def test_a_suffix_in_capitals_is_one(tmp_path, cache):
@@ -275,6 +293,22 @@ def replace_manifest(folder):
     return "manifest.json is not a manifest"
 
 
+def lose_checksum(folder):
+    (folder / "manifest.json").write_text("{}")
+    return "manifest.json is not a manifest"
+
+
+def make_manifest_a_number(folder):
+    (folder / "manifest.json").write_text("5")
+    return "manifest.json is not a manifest"
+
+
+def make_manifest_a_folder(folder):
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+    return "manifest.json cannot be read (Is a directory)"
+
+
 def alter_manifest(folder):
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace('"documents": 1', '"documents": 2', 1))
@@ -299,6 +333,9 @@ def exchange_manifest(folder):
         lose_folder,
         garble_manifest,
         replace_manifest,
+        lose_checksum,
+        make_manifest_a_number,
+        make_manifest_a_folder,
         alter_manifest,
         exchange_manifest,
     ],
@@ -330,6 +367,31 @@ def test_interrupted_preparation_leaves_nothing(interruption, raised, corpus, ca
             opened(cache, str(corpus))
     assert not list(cache.iterdir())
     assert len(opened(cache, str(corpus)).train) > 0
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_has_several_errors(number, corpus, cache, monkeypatch):
+    monkeypatch.setattr("data.dataset.write_split", lambda *_: (_ for _ in ()).throw(OSError(number, "no more")))
+    with pytest.raises(ValueError, match=r"data\.cache_dir=.* cannot be written \(no more\)"):
+        opened(cache, str(corpus))
+
+
+def test_a_folder_that_cannot_get_its_name_is_refused(corpus, cache, monkeypatch):
+    def refused(self, target):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(ValueError, match=r"data\.cache_dir=.* cannot be written \(Read-only file system\)"):
+        opened(cache, str(corpus))
+    assert not list(cache.iterdir())
+
+
+def test_flushed_files_are_closed(corpus):
+    """A long run flushes many."""
+    flush(corpus)
+    flush(corpus.parent)
+    opened = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    assert not opened & {str(corpus), str(corpus.parent)}
 
 
 def test_two_preparations_at_once(corpus, cache, monkeypatch):
@@ -397,12 +459,14 @@ def test_cache_that_cannot_be_written(corpus, tmp_path):
     [
         (b"", "a.txt", "a.txt is empty"),
         (b"ok\xff\xfe", "a.txt", "not UTF-8 (byte 2)"),
+        ("oké".encode()[:-1], "a.txt", "not UTF-8 (byte 2)"),  # cut
         (b"\x1f\x8b\x08\x00", "a.txt.gz", "not UTF-8 (byte 1); unpack it"),
         (b"x" * (1 << 22) + "é".encode()[:1] + b"z", "a.txt", "not UTF-8 (byte 4,194,304)"),
         (b"x" * ((1 << 22) - 1) + "é".encode()[:1] + b"z", "a.txt", "not UTF-8 (byte 4,194,303)"),  # in two blocks
         (b'{"text": "a"}\n{"text": ', "a.jsonl", "cannot be read as json"),
         (b'{"content": "a"}\n', "a.jsonl", 'no column "text", only content'),
         (b'{"text": "a"}\n{"text": null}\n', "a.jsonl", 'row 2 has no text in its column "text"'),
+        (b'{"text": "a"}\n{"n": 1}\n', "a.jsonl", 'row 2 has no text in its column "text" (it is None)'),
         (b'{"text": 3}\n', "a.jsonl", "row 1 has no text"),
         (b'{"text": "a"}\n{"text": "b"}\n{"text": 3}\n', "a.jsonl", 'row 3 has no text in its column "text" (it is 3)'),
         (b'{"text": "a"}\n{"text": {"b": 1}}\n', "a.jsonl", "row 2 has no text"),
@@ -439,6 +503,18 @@ def test_missing_files(files, tmp_path, cache):
     """The last one is a folder."""
     with pytest.raises(ValueError, match=r"data\.files="):
         opened(cache, str(tmp_path / files))
+
+
+def test_what_no_file_can_be_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.files=.*aaa (cannot be a file|does not exist)"):
+        find([f"{tmp_path}/{'a' * 300}"])
+
+
+def test_a_file_beside_folders_is_not_looked_into(tmp_path):
+    (tmp_path / "ab").write_text(TEXT)
+    (tmp_path / "ac").mkdir()
+    (tmp_path / "ac" / "b.txt").write_text(TEXT)
+    assert find([f"{tmp_path}/a*/b*.txt"]) == [tmp_path / "ac" / "b.txt"]
 
 
 @pytest.mark.parametrize("inside", ["a.txt", "a.jsonl", "a.md", "deeper/a.txt", "no-ending"])
@@ -485,6 +561,15 @@ def test_a_file_that_changes_while_it_is_read_is_refused(name, how, tmp_path, ca
     assert not list(cache.iterdir())
 
 
+def test_a_file_that_is_gone_once_it_was_read_is_refused(corpus):
+    (file,) = inspect([corpus])
+    fragments = read(file)
+    next(fragments)
+    corpus.unlink()
+    with pytest.raises(ValueError, match=f"{corpus.name} was changed while it was read"):
+        list(fragments)
+
+
 def test_a_file_that_changes_is_refused_where_its_time_is_kept(corpus, cache, monkeypatch):
     """As `cp -p` and `tar x` keep it."""
     build, text, then = build_tokenizer, corpus.read_text(), corpus.stat().st_mtime_ns
@@ -517,6 +602,10 @@ def test_a_copy_of_a_file_is_the_same_text(corpus, tmp_path, cache):
         opened(cache, str(tmp_path / "*.txt"))
     (tmp_path / "other.txt").write_text(TEXT + "more")
     opened(cache, str(tmp_path / "*.txt"))
+    for name in ("row.txt", "row.jsonl"):
+        write_lines(tmp_path / name, ["one"])
+    with pytest.raises(ValueError, match="names one text twice"):
+        opened(cache, [str(tmp_path / "row.txt"), str(tmp_path / "row.jsonl")])
 
 
 def test_seq_len_longer_than_a_split(corpus, cache):

@@ -144,6 +144,28 @@ def test_a_word_that_the_text_calls_unknown_is_not_lost(words, tmp_path):
     assert open_dataset(data, str(words)).manifest["splits"]["train"]["unknown"] == 0
 
 
+def test_a_text_without_a_character_to_train_on_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("abc\n")
+    keys = {"cache_dir": str(tmp_path / "cache"), "seq_len": 1, "validation_fraction": 0.9999}
+    with pytest.raises(ValueError, match=r"training split is empty; .* smaller data\.validation_fraction"):
+        open_dataset(DataConfig(source="text", files=str(tmp_path / "a.txt"), **keys), "characters")
+
+
+def test_held_out_text_may_be_unknown(words, tmp_path):
+    """Only what is trained on decides whether a tokenizer suits."""
+    (tmp_path / "a.txt").write_text("a b\n" * 90 + "c c\n" * 10)
+    data = DataConfig(source="text", files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), seq_len=2)
+    assert open_dataset(data, str(words)).manifest["splits"]["validation"]["unknown"] > 0
+
+
+def test_a_lossy_text_is_refused_before_all_of_it_is_read(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.dataset.LOOKED_AT", 10)
+    (tmp_path / "a.txt").write_text((99 * "c" + "\n") * (3 * PIECE_CHARACTERS // 100))
+    data = DataConfig(source="text", files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), seq_len=2)
+    with pytest.raises(ValueError, match=r"has no token for much of the text: .* of 2,62\d stand"):
+        open_dataset(data, str(words))
+
+
 def test_a_few_unknown_words_are_counted(words, tmp_path):
     (tmp_path / "a.txt").write_text("a b\n" * 150 + "c\n" + "a b\n" * 50)
     data = DataConfig(source="text", files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), seq_len=2)

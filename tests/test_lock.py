@@ -120,6 +120,7 @@ def test_a_folder_is_left_as_it_was_found(tmp_path):
     for folder in (tmp_path, tmp_path / "new"):
         with locked(folder):
             assert (folder / "lock").exists()
+        assert folder.exists() == (folder == tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

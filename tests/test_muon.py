@@ -73,6 +73,19 @@ def test_each_quintic_is_the_best_on_what_those_before_it_leave(dtype, least, le
     assert (low, high) == pytest.approx(left, abs=1e-3)
 
 
+def test_singular_values_go_where_the_quintics_say():
+    """All but the last are evaluated a little further in, from where rounding cannot carry a value beyond the end."""
+    x = torch.tensor([1.0, 0.5, 0.1, 0.02], dtype=torch.float64)
+    *first, last = muon.QUINTICS[torch.float32]
+    expected = x / x.pow(4).sum() ** 0.25 / muon.SAFETY
+    for (a, b, c), safety in (*((quintic, muon.SAFETY) for quintic in first), (last, 1.0)):
+        expected = expected / safety
+        expected = a * expected + b * expected**3 + c * expected**5
+    for wider in (0, 3):  # by both ways
+        found = orthogonalize(torch.nn.functional.pad(x.diag(), (0, wider))[None].float(), torch.float32)[0]
+        torch.testing.assert_close(found.diagonal().double(), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32)])
 def test_orthogonalized_matrices_keep_directions_and_lose_lengths(shape, dtype):

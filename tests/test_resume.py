@@ -441,6 +441,14 @@ def test_a_text_that_has_changed_is_refused_whatever_else_changes():
     of_hub = before | {"split": "train[:10%]", "validation_split": "validation"}
     hub = SimpleNamespace(path="run", meta={"data_fingerprint": "then", "settings": {"data": of_hub}})
     refuse_another_text(hub, {"data": of_hub | {"split": "train[:20%]"}}, "now")
+    of_its_end = before | {"split": "train", "validation_split": None}
+    for then, now, key in (
+        (of_its_end, {"split": "train[:50%]", "validation_fraction": 0.05}, "split"),
+        (of_hub, {"validation_split": None}, "validation_split"),
+    ):
+        hub.meta["settings"]["data"] = then
+        with pytest.raises(ValueError, match=rf"was trained with data\.{key}="):
+            refuse_another_text(hub, {"data": then | now}, "now")
     for more in ({}, {"streaming": True}, {"split": "train[10%:]"}):
         with pytest.raises(ValueError, match=r"with data.validation_split=validation, this run has train\[:10%\]; use"):
             refuse_another_text(hub, {"data": of_hub | {"validation_split": "train[:10%]"} | more}, "now")
@@ -506,9 +514,35 @@ def test_on_the_gpu(tmp_path, optim, compiled):
 
 def test_of_another_model_its_name_is_what_differs():
     """The other keys follow from it: to do as they say would not do."""
-    before = SimpleNamespace(meta={"settings": {"model": {"num_kv_heads": 2, "name": "a"}}}, theirs=None)
+    before = SimpleNamespace(meta={"settings": {"model": {"mlp_hidden": 2, "name": "a"}}}, theirs=None)
     with pytest.raises(ValueError, match=r"^resume=x was trained with model.name=a, this run has b; use a$"):
-        resume._refuse_another_model("resume=x", before, {"model": {"num_kv_heads": None, "name": "b"}}, ())
+        resume._refuse_another_model("resume=x", before, {"model": {"mlp_hidden": None, "name": "b"}}, ())
+
+
+def test_how_a_network_is_computed_and_regularised_may_change():
+    then = {"attention": "naive", "loss": "plain", "activation_checkpointing": "none", "dropout": 0.0}
+    then |= {"attention_dropout": 0.0, "fp8": "none"}
+    now = {"attention": "sdpa", "loss": "chunked", "activation_checkpointing": "full", "dropout": 0.1}
+    now |= {"attention_dropout": 0.1, "fp8": "mlp"}
+    before = SimpleNamespace(meta={"settings": {"model": then}}, theirs=None)
+    resume._refuse_another_model("resume=x", before, {"model": now}, resume.MAY_CHANGE)
+    for key in resume.MAY_BE_LEARNED:
+        with pytest.raises(ValueError, match=rf"trained with model\.{key}="):
+            resume._refuse_another_model("resume=x", before, {"model": {key: 7}}, resume.MAY_CHANGE)
+
+
+def test_of_a_tokenizer_the_name_and_what_its_tokens_mean_count():
+    def refuse(then: dict, now: dict) -> None:
+        checkpoint = SimpleNamespace(meta={"tokenizer": then, "vocab_size": 4})
+        resume._refuse_another_tokenizer("resume=x", checkpoint, now, 4)
+
+    own = {"name": "characters", "alphabet": "abc"}
+    refuse(own, own)
+    refuse(own, own | {"name": "elsewhere/characters"})
+    with pytest.raises(ValueError, match=r"characters of 4 tokens, this run's has 4 or other ones"):
+        refuse(own, own | {"alphabet": "abd"})
+    with pytest.raises(ValueError, match=r"trained with tokenizer=gpt2, this run has bytes; use tokenizer=gpt2"):
+        refuse({"name": "gpt2", "alphabet": ""}, {"name": "bytes", "alphabet": ""})
 
 
 # ---- back to an earlier step

@@ -326,6 +326,7 @@ def test_ids_of_more_than_16_bits_are_whole():
     [
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_k": 0}, "top_k=0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
@@ -357,6 +358,22 @@ def test_impossible_options_are_refused_at_the_call(options, message):
     arguments = {"prompts": [[1]], "max_new_tokens": 3} | options
     with pytest.raises(ValueError, match=message):
         generate(small_gpt(), **arguments)
+
+
+@pytest.mark.parametrize("options", [{"seed": 2**64 - 1}, {"seed": -(2**63)}, {"stop_token": -1}], ids=str)
+def test_extreme_options_are_accepted(options):
+    assert len(text(small_gpt(), [1], max_new_tokens=2, **options)[0]) == 2
+
+
+def test_a_prompt_may_be_longer_than_what_is_read_in_one_call(monkeypatch):
+    monkeypatch.setattr("model.generation.PROMPT_TOKENS", 4)
+    assert [len(tokens) for tokens in texts(small_gpt(), [[1] * 9, [2] * 9], max_new_tokens=1)] == [1, 1]
+
+
+def test_of_two_doubles_the_larger_is_the_likelier():
+    """Also where float32 rounds both to one number."""
+    logits = torch.tensor([[0.0, 1.0, 1.0 + 1e-12]], dtype=torch.float64)
+    assert likeliest(logits, 1)[1].tolist() == [[2]]
 
 
 def test_a_model_without_numbers_is_refused_at_the_call():

@@ -76,6 +76,7 @@ def test_wsd_is_flat_then_linear():
     assert lr_factor(99, 100, config) == pytest.approx(0.05)
     assert lr_factor(90, 100, replace(config, min_lr_ratio=0.5)) == pytest.approx(0.75)  # half-way to it
     assert lr_factor(99, 100, replace(config, decay_fraction=0.0)) == 1.0
+    assert lr_factor(72, 100, replace(config, decay_fraction=0.29)) < 1.0  # 0.29 times 100 is less than 29
 
 
 def test_a_warm_up_as_long_as_the_run_has_no_room():
@@ -175,6 +176,7 @@ def test_moments_that_a_checkpoint_cannot_have_are_refused_before_any_is_loaded(
 @pytest.mark.parametrize(
     ("keys", "limit", "values"),
     [
+        (("lr", "muon_lr_ratio"), r"be positive, finite and at most 1e\+06", (0.0, -1.0, 2e6, math.nan)),
         (("weight_decay", "grad_clip", "warmup_steps"), "be at least 0 and finite", (-1, math.inf, math.nan)),
         (("beta1", "beta2", "momentum"), r"lie in \[0, 1\)", (-0.1, 1.0, math.nan)),
         (("decay_fraction", "min_lr_ratio"), r"lie in \[0, 1\]", (-0.1, 1.1, math.nan)),
@@ -185,6 +187,20 @@ def test_a_number_that_no_optimizer_can_use_is_refused(keys, limit, values):
         for value in values:
             with pytest.raises(ValueError, match=rf"optim\.{key}={value} must {limit}"):
                 OptimConfig(**{key: value})
+
+
+def test_numbers_at_their_limits_are_accepted():
+    OptimConfig(lr=1e6, muon_lr_ratio=1e6, weight_decay=0.0, grad_clip=0.0, warmup_steps=0)
+    OptimConfig(beta1=0.0, beta2=0.0, momentum=0.0, decay_fraction=0.0, min_lr_ratio=0.0)
+    OptimConfig(decay_fraction=1.0, min_lr_ratio=1.0)
+
+
+def test_the_loss_scale_goes_on():
+    first, second = (Optimizer(Net(), OptimConfig(), torch.float16) for _ in range(2))
+    first.loss_scale.scale.fill_(8.0)
+    first.loss_scale.good_steps.fill_(5)
+    second.load_state_dict(first.state_dict())
+    assert (second.loss_scale.scale, second.loss_scale.good_steps) == (8.0, 5)
 
 
 def test_clipping_bounds_the_gradient():
