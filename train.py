@@ -208,8 +208,8 @@ def run(
         summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
         saver.check()
         # inside `with`: after it, a signal would kill a process that waits here while the first one still writes
-        heard = max(world.all_gather(stop.signal))  # by any process: no other run of a sweep follows
-        return world.broadcast(summary and {**summary, "signal": heard})
+        summary = world.broadcast(summary)
+        return summary | {"signal": max(world.all_gather(stop.signal))}  # heard by any process, while it waited too
 
 
 @program("config", Settings, experiment="quickstart", after_sweep=show_sweep, world=this_world)

@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 5.0  # limit of the one small request that decides whether t
 _ROWS = 8192  # rows read at a time
 
 
-def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, tuple[int, int]]]:
+def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, tuple[int, int, int]]]:
     """SHA-256 of every file in data.local_dir by its path there, and each one's `version_of` before that.
 
     Hidden files, such as git's, do not belong to the dataset.
@@ -42,7 +42,7 @@ def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, tuple[int, int
 
 
 def open_splits(
-    data: DataConfig, folder: Path | None, hashes: Mapping[str, str], versions: Mapping[Path, tuple[int, int]]
+    data: DataConfig, folder: Path | None, hashes: Mapping[str, str], versions: Mapping[Path, tuple[int, int, int]]
 ) -> tuple[dict[str, Rows], str]:
     """The texts of the rows of each split, in order; and the hub's commit (of a `folder`: a hash by `datasets`).
 
@@ -151,7 +151,7 @@ def within_reach(name: str, revision: str | None) -> bool:
     return True
 
 
-def _texts(data: DataConfig, split: str, table: Any, versions: Mapping[Path, tuple[int, int]]) -> Iterator[str]:
+def _texts(data: DataConfig, split: str, table: Any, versions: Mapping[Path, tuple[int, int, int]]) -> Iterator[str]:
     batches, number = table.with_format("arrow").iter(_ROWS), 0
     while True:
         with _one_line(data, split):

@@ -39,7 +39,7 @@ class TextFile:
     kind: str
     bytes: int
     sha256: str
-    version: tuple[int, int]  # before it was hashed
+    version: tuple[int, int, int]  # before it was hashed
     marked: bool = False  # whether a text file begins with a byte-order mark, which is not part of the text
 
     @property
@@ -212,13 +212,13 @@ def lines(file: TextFile) -> Iterator[str]:
     refuse_changed({file.path: file.version})
 
 
-def version_of(path: Path) -> tuple[int, int]:
-    """When the file was modified, in ns, and its bytes: a tool that copies over it may keep its time."""
+def version_of(path: Path) -> tuple[int, int, int]:
+    """When the file was modified, its bytes, when its inode was changed (ns): who copies over it may keep the first."""
     found = path.stat()
-    return found.st_mtime_ns, found.st_size
+    return found.st_mtime_ns, found.st_size, found.st_ctime_ns
 
 
-def refuse_changed(versions: Mapping[Path, tuple[int, int]]) -> None:
+def refuse_changed(versions: Mapping[Path, tuple[int, int, int]]) -> None:
     """Raise ValueError if a file has changed since it was hashed: its tokens would be cached as another text's.
 
     versions: each file's `version_of` before it was hashed.

@@ -281,6 +281,13 @@ def _within(device: torch.device) -> Tensor:
 _CONVERSION = "_converted_for_flash_attention"
 
 
+class _Conversion(tuple):
+    """Not copied or pickled with torch's mask: a copied tensor counts its versions anew."""
+
+    def __reduce__(self):
+        return tuple, ()
+
+
 def version_of(x: Tensor) -> int:
     """How often x was written to; 0 for inference tensors, which do not count writes."""
     return 0 if x.is_inference() else x._version
@@ -317,7 +324,7 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     mask = _evaluate_partial_blocks(
         _vmapped(given.mask_mod), full, partial & ~full, num_q, num_k, given.kv_num_blocks.device
     )
-    setattr(given, _CONVERSION, (versions, parts, mask))
+    setattr(given, _CONVERSION, _Conversion((versions, parts, mask)))
     return mask
 
 

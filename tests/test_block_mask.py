@@ -1,5 +1,6 @@
 """Block masks: building one in each way, and every attention under it against the definition."""
 
+import copy
 import gc
 import math
 import weakref
@@ -227,6 +228,12 @@ def test_torchs_mask_is_converted_anew_where_it_has_other_lists_and_is_not_kept_
         if width % 2:
             on_diagonal = (q >= k) & (q - k < width) & (q // 128 == k // 128)
             assert torch.equal(BlockMask.from_torch(theirs).dense()[0, 0], on_diagonal)
+
+    for numbers in (theirs.kv_num_blocks, theirs.kv_indices, theirs.full_kv_num_blocks, theirs.full_kv_indices):
+        numbers.add_(0)
+    BlockMask.from_torch(theirs)
+    theirs.kv_num_blocks.zero_()
+    assert not BlockMask.from_torch(copy.deepcopy(theirs)).dense().any()  # whose lists count their versions anew
 
     class Owner:
         def __init__(self):
