@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -190,7 +191,9 @@ def test_a_stopped_run_goes_on_with_another_policy(tmp_path):
 
 
 def test_a_gradient_alone(tmp_path, capsys):
-    faulty_run(tmp_path, "bad", tensor="dk")
+    _, run_dir, _ = faulty_run(tmp_path, "bad", tensor="dk")
+    meta = open_checkpoint(run_dir / "bad_steps" / f"step_{BAD:06d}").meta
+    assert [math.isfinite(float(meta[name])) for name in ("loss", "grad_norm")] == [True, False]
     said = capsys.readouterr().out
     assert f"bad step   {BAD}: its gradient is not finite; first in blocks.1.attention: dk, " in said
 
@@ -209,7 +212,7 @@ def test_a_compiled_run_is_diagnosed_module_by_module(tmp_path, monkeypatch, cap
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bad step")]
     assert f"not finite; first in blocks.1.attention: {tensor}, " in line
     assert line.endswith(how)
-    assert ("other dropout masks" in line) == bool(how)
+    assert ("run again" in line) == bool(how)
     replay.show(open_checkpoint(run_dir / "bad_steps" / f"step_{BAD:06d}"), [], "cpu")
     assert ("dropout's masks are not the run's: compiled" in capsys.readouterr().out) == bool(how)
 
@@ -331,6 +334,17 @@ def test_rollback_goes_back_to_where_the_run_was_resumed_from_in_another_folder(
     life = (*STORY, f"resume={tmp_path / 'run'}", "train.on_nonfinite=rollback")
     assert train(small_run(tmp_path, *life), tmp_path / "other")["exit_code"] == 0
     assert f"back to the weights of {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+def test_the_checkpoint_to_go_back_to_is_whole_there_and_from_before_the_step(tmp_path):
+    """One may still be being written, one lie there from a branch that the run has left, and one be gone."""
+    write = lambda step: checkpoints.write_step(tmp_path, {"a": torch.zeros(1)}, {}, {"step": step})  # noqa: E731
+    write(2)
+    gone = SimpleNamespace(path=tmp_path / "gone")
+    saver = SimpleNamespace(folder=tmp_path, wait=lambda: [write(4), write(5)])
+    handler = bad_steps.BadSteps("rollback", None, None, None, None, None, saver, {}, print, gone)
+    assert handler._newest_good(5) == str(tmp_path / "step_000004")
+    assert handler._newest_good(1) is None
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -458,6 +472,30 @@ def test_a_spike_is_six_deviations_above_sixteen_losses(before, loss, spikes):
     for step, value in enumerate([*([1.0, 3.0] * 8)[:before], loss], 1):
         watching.bad_step(step, torch.tensor(value), torch.tensor(1.0), wait=False)
     assert watching.spikes == spikes
+
+
+def test_a_spike_above_losses_that_are_all_the_same_is_no_division_by_zero():
+    said = []
+    optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), set_up(HardwareConfig(device="cpu"))
+    watching = bad_steps.NumberCheck(optimizer, cpu, said.append)
+    for step, value in enumerate([*[1.0] * 16, 2.0], 1):
+        watching.bad_step(step, torch.tensor(value), torch.tensor(1.0), wait=False)
+    assert [line.partition(" standard")[0] for line in said] == ["spike      step 17: loss 2.0000 is inf"]
+
+
+def test_what_is_found_late_is_of_the_step_that_it_was_found_in(monkeypatch):
+    """As on a GPU, of two processes: a spike, and what another process sent with its step."""
+    monkeypatch.setattr(bad_steps, "steps_late", lambda device: 1)
+    said, heard = [], []
+    messages = SimpleNamespace(tail=torch.zeros(2), read=lambda step, tail: heard.append((step, tail)) or [])
+    optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), set_up(HardwareConfig(device="cpu"))
+    two = replace(cpu, world=SimpleNamespace(size=2, messages=messages))
+    watching = bad_steps.NumberCheck(optimizer, two, said.append)
+    for step, value in enumerate([*[1.0, 3.0] * 8, 99.0, 1.0], 1):
+        messages.tail = torch.tensor([step, 7.0])
+        watching.bad_step(step, torch.tensor(value), torch.tensor(1.0), wait=False)
+    assert [line.partition(" is ")[0] for line in said] == ["spike      step 17: loss 99.0000"]
+    assert heard == [(step, [step, 7.0]) for step in range(1, 18)]
 
 
 def test_bad_steps_in_a_row_are_counted_from_the_last_good_one():

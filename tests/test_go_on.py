@@ -130,6 +130,14 @@ def test_the_command_is_for_the_shell_that_the_run_began_in(monkeypatch, tmp_pat
     assert resume_command(Path("runs/a/b")) == "torchrun --nproc-per-node 2 train.py resume=runs/a/b"
     monkeypatch.chdir(tmp_path)
     assert f"{shlex.quote(str(root / 'train.py'))} resume=" in resume_command(Path("runs/a/b"))
+    monkeypatch.setenv("UV", "/usr/bin/uv")  # which finds no project here
+    assert shell_command("wandb", "sync", "x") == "wandb sync x"
+    own["wandb"] = "/usr/bin/wandb"  # of another installation
+    assert shell_command("wandb", "sync", "x") == f"{beside / 'wandb'} sync x"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert f"{shlex.quote(str(root / 'train.py'))} resume=" in resume_command(tmp_path / "run")
 
 
 def test_the_command_line_changes_on_top(here, train):

@@ -22,7 +22,7 @@ from kernels import (
     support,
     tiled_attention,
 )
-from kernels.call import Options, check_call, plain_options
+from kernels.call import Options, autocast_inputs, check_call, key_of, plain_options, unchanged
 from kernels.decode import Call
 from kernels.support import (
     DTYPES,
@@ -208,6 +208,33 @@ def test_hopper_leaves_the_calls_that_its_kernels_would_get_wrong(monkeypatch):
     assert not reason(alibi_slopes=torch.ones(4))
 
 
+def test_the_hopper_forward_is_for_calls_in_which_it_is_right_and_the_faster(monkeypatch):
+    """Without the GPU that it asks for first."""
+    monkeypatch.setattr("kernels.support._no_hopper_device_reason", lambda device: None)
+
+    def taken(head_dim, tokens=128, dtype=torch.bfloat16, **options):
+        q = torch.zeros(1, 2, tokens, head_dim, dtype=dtype)
+        return takes_hopper(*check_call(q, q, q, **options))
+
+    assert taken(40)
+    documents = {"cu_seqlens": torch.tensor([0, 100, 128], dtype=torch.int32)}
+    assert [taken(d, **documents) for d in (56, 64, 256)] == [False, True, True]
+    sparse, crowded = (
+        {"block_mask": BlockMask.from_dense(dense), "tokens": 1024}
+        for dense in (torch.eye(1024, dtype=torch.bool), torch.ones(1024, 1024, dtype=torch.bool))
+    )
+    assert [taken(d, **sparse) for d in (64, 72, 128, 136)] == [False, True, True, False]
+    assert [taken(d, **crowded) for d in (56, 64, 72, 136)] == [False, True, True, False]
+    assert not taken(64, **crowded, softcap=2.0)
+    assert not taken(128, **crowded, alibi_slopes=torch.ones(2))
+    assert taken(128, alibi_slopes=torch.ones(2))
+    assert not taken(128, sinks=torch.ones(2))
+    assert not taken(128, dtype=torch.float32)
+    assert not taken(128, tokens=0)
+    odd = torch.zeros(1, 2, 128, 65, dtype=torch.bfloat16)[..., 1:]
+    assert not takes_hopper(*check_call(odd, odd, odd))
+
+
 def test_a_plain_call_is_asked_without_features():
     assert why_not("flash", torch.float32) is why_not("naive", torch.float64) is None
     assert why_not("flash", torch.float64).startswith("full in float64 is not supported by flash; use naive_attention")
@@ -240,6 +267,113 @@ def test_slopes_that_ask_for_a_gradient_are_refused_after_their_like_that_do_not
         flash_attention(q, k, v, alibi_slopes=slopes)
     with pytest.raises(ValueError, match="alibi_slopes asks for a gradient; slopes are constants here"):
         flash_attention(q, k, v, alibi_slopes=slopes.requires_grad_())
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "softcap", "window"])
+def test_a_call_whose_like_was_checked_before_has_the_options_that_it_is_given(name):
+    torch.manual_seed(0)
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 2, 5, 5, 16, device=DEVICE))
+    per_head = torch.tensor([0.5, 2.0], device=DEVICE)
+    values = {"alibi_slopes": per_head[None], "sinks": per_head, "softcap": 0.5, "window": (-1, 1)}
+    for value in (values[name], values[name], values[name] * 3 if name != "window" else (1, 0)):
+        o, expected = (ATTENTION[which][0](q, k, v, **{name: value}) for which in ("flash", "naive"))
+        torch.testing.assert_close(o, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_slopes_of_all_rows_and_of_each_tell_calls_apart():
+    q, slopes = torch.zeros(3, 2, 4, 16), torch.ones(2)
+    keys = {
+        key_of("forward", Options(True, 1.0, alibi_slopes=x), q) for x in (slopes.expand(3, 2), slopes.repeat(3, 1))
+    }
+    assert len(keys) == 2, "their strides are not the same"
+
+
+ENDS = torch.tensor([0, 4], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"window": [1, 0]}, {"window": (1, True)}, {"window": (1, 0, 0)}, {"scale": 0.0}, {"scale": -0.5}),
+        *({"scale": torch.tensor(0.5)}, {"dropout_p": 0.5}, {"max_seqlen": 4}, {"cu_seqlens": ENDS}),
+        *({"cu_seqlens": ENDS, "max_seqlen": pair} for pair in ((4, None), (None, 4), (4, 4, 4))),
+        *({"sinks": torch.ones(4)[::2]}, {"alibi_slopes": torch.ones(1, 2, requires_grad=True)}, {"sinks": [0.0, 0.0]}),
+        {"cu_seqlens": torch.zeros(4, dtype=torch.int32)[::2], "max_seqlen": 4},
+    ],
+    ids=str,
+)
+def test_what_a_check_may_change_or_refuse_is_looked_at_in_every_call(given):
+    plain = {"causal": True, "scale": None, "window": (-1, -1), "softcap": 0.0, "dropout_p": 0.0}
+    assert plain_options(**plain, cu_seqlens=ENDS, max_seqlen=4) is not None
+    assert plain_options(**plain | given) is None
+
+
+def test_what_the_checks_cast_or_expanded_is_not_as_it_was_given():
+    given, same = (Options(True, 1.0, sinks=torch.ones(2), alibi_slopes=torch.ones(1, 2)) for _ in range(2))
+    assert unchanged(given, same)
+    assert not unchanged(given, same._replace(alibi_slopes=torch.ones(3, 2)))
+    assert not unchanged(given, same._replace(sinks=torch.ones(2, dtype=torch.float64)))
+
+
+def test_autocast_leaves_float64_alone():
+    q = torch.zeros(1, 1, 2, 16, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [x.dtype for x in autocast_inputs(q, q.float(), q)] == [torch.float64, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("q", "message"),
+    [
+        (torch.zeros(1, 1, 2, 16, dtype=torch.float8_e4m3fn), "q has dtype torch.float8_e4m3fn; expected a floating"),
+        (torch.zeros(1, 1, 2, 16, dtype=torch.int32), "q has dtype torch.int32; expected a floating"),
+        (torch.zeros(1, 1, 2, 0), "q has head_dim 0; it must be at least 1"),
+        (torch.zeros(1, 0, 2, 16), "q has 0 heads; it must be a multiple of k's 0 heads"),
+    ],
+)
+def test_tensors_that_no_attention_is_for_are_refused(q, message):
+    with pytest.raises(ValueError, match=message):
+        check_call(q, q, q)
+
+
+def test_options_in_canonical_form():
+    q = torch.zeros(1, 2, 4, 16, dtype=torch.float64)
+    per_head = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    scale = torch.zeros((), requires_grad=True)
+    with torch.no_grad():
+        *_, options = check_call(q, q, q, alibi_slopes=per_head, sinks=per_head, scale=scale)
+    assert (options.alibi_slopes.dtype, options.sinks.dtype, options.scale) == (torch.float64, torch.float64, 0.0)
+    assert check_call(q, q, q, dropout_p=0.5, dropout_seed=torch.zeros(1, dtype=torch.int64))[3].dropout_seed.dim() == 0
+    on_meta = torch.zeros((), dtype=torch.int64, device="meta")
+    for seed, said in ((torch.zeros(2).long(), "shape"), (on_meta, "on meta")):
+        with pytest.raises(ValueError, match=f"dropout_seed .*{said}"):
+            check_call(q, q, q, dropout_p=0.5, dropout_seed=seed)
+    apart = torch.tensor([0, 9, 4, 9], dtype=torch.int32)[::2]
+    packed = check_call(q, q, q, cu_seqlens=apart)[3]
+    assert packed.cu_seqlens_q.is_contiguous()
+    assert packed.cu_seqlens_k.is_contiguous()
+
+
+def test_the_gpu_that_kernels_need(monkeypatch):
+    monkeypatch.setattr("kernels.support._is_elsewhere", lambda device: False)
+    monkeypatch.setattr("kernels.support.HAS_TRITON", True)
+    monkeypatch.setattr("kernels.support._triton_release", lambda: "3.6.0")
+    bf16, taken = torch.bfloat16, {}
+    for found in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr("kernels.support.capability", lambda index, found=found: found)
+        narrow = support._kvcache_device_reason(torch.device("cuda"), torch.float8_e4m3fn)
+        others = [why_not(name, bf16, device="cuda") for name in ("flash", "kvcache", "hopper")]
+        taken[found] = [reason is None for reason in (*others, narrow)]
+    assert taken == {
+        (7, 5): [False, False, False, False],
+        (8, 0): [True, True, False, False],
+        (8, 9): [True, True, False, True],
+        (9, 0): [True, True, True, True],
+        (10, 0): [True, True, False, True],
+    }
+    monkeypatch.setattr("kernels.support.capability", lambda index: (9, 0))
+    monkeypatch.setattr("kernels.support._triton_release", lambda: "3.60.0")
+    assert "is written for Triton 3.6; 3.60.0 is installed" in why_not("hopper", bf16, device="cuda")
+    assert [why_not("flash", bf16, head_dim=d) is None for d in (15, 16, 256, 257)] == [False, True, True, False]
 
 
 DENSE_MISTAKES = {

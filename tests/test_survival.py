@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,8 @@ from train import train
 from training import stepper
 from training.checkpoint import open_checkpoint
 from training.parallel import World
-from training.stop import SIGNALS, StopRequest
+from training.stop import REASONS, SIGNALS, StopRequest
+from training.watchdog import SHOW_CURSOR
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -243,6 +246,69 @@ def test_two_signals_at_once_are_one_and_leave_no_traceback(monkeypatch):
         sys.unraisablehook(SimpleNamespace(exc_value=OSError("another")))
     assert [str(each.exc_value) for each in reported] == ["another"]
     assert sys.unraisablehook == reported.append
+
+
+def test_of_several_processes_each_says_what_it_was_asked_and_does_what_all_have_heard():
+    votes = []
+    messages = SimpleNamespace(vote=votes.append, verdict=None)
+    world = SimpleNamespace(size=2, messages=messages, is_first=False, watchdog=None)
+    stop = StopRequest(2, began=time.perf_counter(), world=world)
+    assert not stop.poll()
+    stop.reason, stop.exit_code = "SIGTERM", 143
+    assert not stop.poll(), "the other one has not heard of it yet"
+    assert votes == [REASONS.index(143)]
+    for code, reason in ((138, "SIGUSR1"), (75, "train.max_hours=2")):
+        messages.verdict = REASONS.index(code)
+        for each in (stop, StopRequest(2, began=time.perf_counter(), world=world)):  # which was asked nothing itself
+            assert (each.poll(), each.exit_code, each.reason) == (True, code, reason)
+    bad, votes[:], messages.verdict = StopRequest(world=world), [], None
+    bad.request("a step that was not finite, step 5", 65, "to go on")  # as in all others, so that none is asked
+    assert (bad.poll(), bad.exit_code, votes) == (True, 65, [])
+
+
+@pytest.mark.parametrize(("number", "suspected"), [(signal.SIGTERM, ["SIGTERM"]), (signal.SIGINT, [])])
+def test_of_several_processes_one_hears_what_torchrun_passes_on_and_says_nothing(number, suspected, capfd):
+    """The terminal has sent it to all already; and torchrun sends a SIGTERM when another process has died."""
+    found = []
+    world = SimpleNamespace(size=2, is_first=False, watchdog=SimpleNamespace(suspect=found.append))
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with StopRequest(world=world) as stop:
+            for _ in range(2):
+                signal.raise_signal(number)
+            assert stop.exit_code == 128 + number
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert found == suspected
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_gets_its_cursor_back_and_a_closed_one_is_no_error(monkeypatch):
+    reads, writes = os.pipe()
+    for is_terminal in (False, True):
+        stdout = SimpleNamespace(isatty=lambda answer=is_terminal: answer, fileno=lambda: writes)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with StopRequest():
+            signal.raise_signal(signal.SIGTERM)
+    os.close(writes)
+    assert os.read(reads, 100) == SHOW_CURSOR.encode()
+    monkeypatch.setattr("training.stop.STDERR", reads)  # where nothing can be written
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+    os.close(reads)
+    assert stop.reason == "SIGTERM"
+
+
+def test_a_run_in_another_thread_leaves_signals_to_the_main_one():
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+
+    def run():
+        with StopRequest() as stop:
+            return stop.poll(), [signal.getsignal(number) for number in SIGNALS]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run).result() == (False, handlers)
 
 
 def test_a_signal_after_the_time_limit_is_the_reason():

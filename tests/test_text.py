@@ -6,8 +6,10 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hydra._internal.hydra import Hydra
 from hypothesis import given
@@ -353,6 +355,8 @@ def test_more_than_memory_holds_is_refused(trained, monkeypatch, capsys):
         ("rwise, any valid keys in a set of optional arguments", "any valid keys in a set of"),
         ("\n  indented text goes on and on and on", "indented text goes on and on and"),
         ("one-word-only-and-no-blank-in-all-of-it", "one-word-only-and-no-blank-in-al"),
+        ("x " + "a" * 30 + "  b c", "a" * 30),  # where the cut falls between two blanks
+        ("rt is all", "is"),
         ("é日本語の文章には空白がありません", "日本語の文章には空白"),
     ],
 )
@@ -363,8 +367,19 @@ def test_a_run_samples_from_whole_words(text, words):
     assert tokenizer.decode(whole_words(tokens, 32, tokenizer)) == words
 
 
+def test_a_run_s_prompt_is_what_was_given_or_the_beginning_of_the_validation_text():
+    """Not much of it: the model sees no more than seq_len tokens."""
+    tokenizer = build_tokenizer("bytes")
+    text = "alf a word, and then more words than thirty-two tokens hold"
+    dataset = SimpleNamespace(tokenizer=tokenizer, validation=np.array(tokenizer.encode_ordinary(text), np.uint16))
+    found = [tokenizer.decode(evaluate.prompt_of(*ask)) for ask in (("", dataset, 64), ("", dataset, 8))]
+    assert found == ["a word, and then more words than", "a word,"]
+    assert tokenizer.decode(evaluate.prompt_of("as it is given", dataset, 8)) == "as it is given"
+
+
 def test_a_sample_of_a_run_is_drawn_by_its_seed(monkeypatch):
     seeds = []
-    monkeypatch.setattr(evaluate, "generate", lambda *_, seed, **__: seeds.append(seed) or [])
-    evaluate.sample(None, [97], 2, 7, build_tokenizer("bytes"), set_up(HardwareConfig(device="cpu")))
+    monkeypatch.setattr(evaluate, "generate", lambda *_, seed, **__: seeds.append(seed) or [[(0, 0xC3)], [(0, 98)]])
+    drawn = evaluate.sample(None, [97], 2, 7, build_tokenizer("bytes"), set_up(HardwareConfig(device="cpu")))
+    assert drawn == "[a]\N{REPLACEMENT CHARACTER}b", "bytes that are no text end no run"
     assert seeds == [7]

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,7 @@ def test_the_end_of_a_document_is_no_text(tmp_path):
         {"val_loss": math.log(8), "val_perplexity": 8.0, "val_bits_per_byte": 6.0}
     )
     assert windows.metrics(750.0)["val_perplexity"] == math.inf
+    assert replace(windows, bytes=0).metrics(1.0)["val_loss"] == 1.0  # of empty documents alone
 
 
 @pytest.mark.parametrize("end_of_text", [None, 9])
@@ -136,6 +138,19 @@ def test_an_evaluation_is_the_mean_over_its_tokens(end_of_text):
     assert found == pytest.approx([expected] * 3, rel=1e-6)
 
 
+def test_an_evaluation_is_in_the_dtype_of_training():
+    seen = []
+
+    def model(inputs, targets):
+        seen.append(torch.ones(2, 2) @ torch.ones(2, 2))
+        return torch.tensor(1.0)
+
+    model.training, model.eval, model.train = False, lambda: None, lambda mode: None
+    windows = EvaluationSet(*torch.zeros(2, 3, 4, dtype=torch.int64), 1)
+    evaluate(model, windows, 3, set_up(HardwareConfig(device="cpu", dtype="bfloat16")))
+    assert [product.dtype for product in seen] == [torch.bfloat16]
+
+
 def test_each_micro_batch_has_the_documents_of_its_own_rows():
     torch.manual_seed(0)
     inputs, targets = torch.randint(9, (2, 4, 8))
@@ -152,7 +167,22 @@ def test_each_micro_batch_has_the_documents_of_its_own_rows():
 
 def test_a_unigram_model_counts_each_token_once_more():
     expected = -sum(math.log(count / 6) for count in (3, 1)) / 2
-    assert unigram_loss(np.array([0, 0, 1], np.uint16), torch.tensor([[0, 2]]), 3) == pytest.approx(expected)
+    assert unigram_loss(np.array([0, 0, 1], np.uint16), torch.tensor([[0], [2]]), 3) == pytest.approx(expected)
+
+
+def test_a_unigram_model_reads_each_token_of_a_split_that_memory_does_not_hold_once():
+    read = []
+
+    class Mapped:
+        def __len__(self):
+            return (2 << 24) + 5
+
+        def __getitem__(self, part):
+            read.append(part.indices(len(self)))
+            return np.zeros(1, np.uint16)
+
+    unigram_loss(Mapped(), torch.tensor([[0]]), 3)
+    assert read == [(0, 1 << 24, 1), (1 << 24, 2 << 24, 1), (2 << 24, (2 << 24) + 5, 1)]
 
 
 def test_the_others_wait_while_the_first_reads_all_of_the_text(tmp_path, monkeypatch):
