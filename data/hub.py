@@ -15,7 +15,7 @@ from typing import Any
 
 from data.config import DataConfig
 from data.shards import file_sha256
-from data.textfiles import readable, refuse_changed, refuse_unlisted, version_of
+from data.textfiles import Version, readable, refuse_changed, refuse_unlisted
 
 Rows = Callable[[], Iterator[str]]
 
@@ -23,8 +23,8 @@ _PATIENCE_SECONDS = 5.0  # limit of the one small request that decides whether t
 _ROWS = 8192  # rows read at a time
 
 
-def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, tuple[int, int, int]]]:
-    """SHA-256 of every file in data.local_dir by its path there, and each one's `version_of` before that.
+def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, Version]]:
+    """SHA-256 of every file in data.local_dir by its path there, and each one's version before that.
 
     Hidden files, such as git's, do not belong to the dataset.
     """
@@ -36,13 +36,13 @@ def hash_folder(folder: Path) -> tuple[dict[str, str], dict[Path, tuple[int, int
         name = path.relative_to(folder)
         with readable(path):
             if path.is_file() and not any(part.startswith(".") for part in name.parts):
-                versions[path] = version_of(path)
+                versions[path] = Version.of(path)
                 hashes[name.as_posix()] = file_sha256(path)
     return hashes, versions
 
 
 def open_splits(
-    data: DataConfig, folder: Path | None, hashes: Mapping[str, str], versions: Mapping[Path, tuple[int, int, int]]
+    data: DataConfig, folder: Path | None, hashes: Mapping[str, str], versions: Mapping[Path, Version]
 ) -> tuple[dict[str, Rows], str]:
     """The texts of the rows of each split, in order; and the hub's commit (of a `folder`: a hash by `datasets`).
 
@@ -151,7 +151,7 @@ def within_reach(name: str, revision: str | None) -> bool:
     return True
 
 
-def _texts(data: DataConfig, split: str, table: Any, versions: Mapping[Path, tuple[int, int, int]]) -> Iterator[str]:
+def _texts(data: DataConfig, split: str, table: Any, versions: Mapping[Path, Version]) -> Iterator[str]:
     batches, number = table.with_format("arrow").iter(_ROWS), 0
     while True:
         with _one_line(data, split):

@@ -105,7 +105,7 @@ def _hub(data: DataConfig) -> Source:
         )
     identity: dict[str, Any] = {"source": "wikitext" if data.documents == "wikitext" else "hub"}
     hashes: dict[str, str] = {}
-    versions: dict[Path, tuple[int, int, int]] = {}
+    versions: dict[Path, textfiles.Version] = {}
     if folder:
         hashes, versions = hub.hash_folder(folder)
         identity |= {"name": data.config, "files": hashes}

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.config import expanded
 from data.shards import file_sha256
@@ -31,21 +31,33 @@ KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parq
 _ROWS = 4096  # rows of a parquet file, read at a time
 
 
+class Version(NamedTuple):
+    """What a change of a file changes: who copies over it may keep the first. Both times in ns."""
+
+    modified: int
+    bytes: int
+    inode_changed: int
+
+    @classmethod
+    def of(cls, path: Path) -> "Version":
+        found = path.stat()
+        return cls(found.st_mtime_ns, found.st_size, found.st_ctime_ns)
+
+
 @dataclass(frozen=True)
 class TextFile:
     """A file that exists and has content. kind: "text", "json" or "parquet"."""
 
     path: Path
     kind: str
-    bytes: int
     sha256: str
-    version: tuple[int, int, int]  # before it was hashed
+    version: Version  # before it was hashed
     marked: bool = False  # whether a text file begins with a byte-order mark, which is not part of the text
 
     @property
     def identity(self) -> dict[str, str | int]:
         """What the file is, wherever it lies and whatever its name."""
-        own = {"kind": self.kind, "bytes": self.bytes, "sha256": self.sha256}
+        own = {"kind": self.kind, "bytes": self.version.bytes, "sha256": self.sha256}
         return own | {"mark": "left out"} if self.marked else own  # in older caches it is text
 
 
@@ -100,15 +112,15 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     for path in paths:
         kind = KINDS.get(path.suffix.lower(), "text")
         with readable(path):
-            version = version_of(path)
+            version = Version.of(path)
             if not path.is_file():
                 raise ValueError(f"{path} is a pipe or a device, and a text is read several times; give a file")
-            if version[1] == 0:
+            if version.bytes == 0:
                 raise ValueError(f"{path} is empty; leave it out")
             digest = file_sha256(path) if kind == "parquet" else _hash_utf8(path)
             with path.open("rb") as file:
                 marked = kind == "text" and file.read(3) == codecs.BOM_UTF8
-        files.append(TextFile(path, kind, version[1], digest, version, marked))
+        files.append(TextFile(path, kind, digest, version, marked))
     return files
 
 
@@ -212,19 +224,13 @@ def lines(file: TextFile) -> Iterator[str]:
     refuse_changed({file.path: file.version})
 
 
-def version_of(path: Path) -> tuple[int, int, int]:
-    """When the file was modified, its bytes, when its inode was changed (ns): who copies over it may keep the first."""
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size, found.st_ctime_ns
-
-
-def refuse_changed(versions: Mapping[Path, tuple[int, int, int]]) -> None:
+def refuse_changed(versions: Mapping[Path, Version]) -> None:
     """Raise ValueError if a file has changed since it was hashed: its tokens would be cached as another text's.
 
-    versions: each file's `version_of` before it was hashed.
+    versions: each file's before it was hashed.
     """
     for path, before in versions.items():
-        if not path.exists() or version_of(path) != before:
+        if not path.exists() or Version.of(path) != before:
             raise ValueError(f"{path} was changed while it was read; run again once it is complete, or use a copy")
 
 

@@ -124,14 +124,17 @@ def test_the_time_limit_is_in_hours(monkeypatch):
     assert not StopRequest(None).poll()
 
 
-# for each line on stdin a child, and how it ended: PyTorch is imported once. A child is busy, as a step is;
-@pytest.mark.parametrize("sweep", [["-m", "optim.lr=1e-3,2e-3"], ["optim.lr=1e-3"]])
-def test_a_signal_in_the_last_step_ends_a_sweep_and_leaves_its_run_complete(sweep, tmp_path, monkeypatch):
-    """It was said to have been heard, and the next run began."""
+def type_two_steps(tmp_path, monkeypatch, *arguments):
     small_run(tmp_path)  # writes the corpus
     monkeypatch.chdir(tmp_path)
     files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
-    monkeypatch.setattr(sys, "argv", ["train.py", *files, *SMALL, "train.steps=2", *sweep])
+    monkeypatch.setattr(sys, "argv", ["train.py", *files, *SMALL, "train.steps=2", *arguments])
+
+
+@pytest.mark.parametrize("sweep", [["-m", "optim.lr=1e-3,2e-3"], ["optim.lr=1e-3"]])
+def test_a_signal_in_the_last_step_ends_a_sweep_and_leaves_its_run_complete(sweep, tmp_path, monkeypatch):
+    """It was said to have been heard, and the next run began."""
+    type_two_steps(tmp_path, monkeypatch, *sweep)
     stop_at(2, monkeypatch, signal.SIGTERM)
     if "-m" in sweep:
         with pytest.raises(SystemExit) as left:
@@ -145,10 +148,7 @@ def test_a_signal_in_the_last_step_ends_a_sweep_and_leaves_its_run_complete(swee
 
 
 def test_a_signal_that_another_process_heard_in_the_last_step_ends_a_sweep(tmp_path, monkeypatch):
-    small_run(tmp_path)  # writes the corpus
-    monkeypatch.chdir(tmp_path)
-    files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
-    monkeypatch.setattr(sys, "argv", ["train.py", *files, *SMALL, "train.steps=2", "-m", "optim.lr=1e-3,2e-3"])
+    type_two_steps(tmp_path, monkeypatch, "-m", "optim.lr=1e-3,2e-3")
     gather = World.all_gather
     monkeypatch.setattr(World, "all_gather", lambda self, x: gather(self, x) + ([143] if isinstance(x, int) else []))
     with pytest.raises(SystemExit) as left:
@@ -157,6 +157,7 @@ def test_a_signal_that_another_process_heard_in_the_last_step_ends_a_sweep(tmp_p
     assert len([*(tmp_path / "runs").rglob("summary.json")]) == 1
 
 
+# for each line on stdin a child, and how it ended: PyTorch is imported once. A child is busy, as a step is;
 # `signal.pause` would sleep through a signal that came just before it
 LOOP = """
 import os, signal, sys
