@@ -168,7 +168,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first, because the untimed one
         "nanogpt.steps=5000", "nanogpt.batch_tokens=16384",
     ),
     "time_to_loss/small": (  # the CPU's recipe on a GPU
-        "data.files={shakespeare}", "train.steps=225", "nanogpt.lr=[1e-3,2e-3]",
+        "data.files={shakespeare}", "hardware.compile=true", "train.steps=225", "nanogpt.lr=[1e-3,2e-3]",
     ),
     "time_to_loss/points": (  # speedrun without each of its points, and with other activations
         "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "bench.opponents=[]",
