@@ -1,5 +1,6 @@
 """What torch.compile is told: graphs as it gets them, here on tensors of a GPU that need not be there."""
 
+import logging
 from collections import Counter
 from functools import partial
 
@@ -8,10 +9,12 @@ import torch
 import torch._dynamo
 import torch._inductor.config as inductor
 import torch.nn.functional as F
+from torch._logging import warning_once
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from model import GPT, GPTConfig
+from model.recompute import recompute
 from training.compiler import CONVERT, PRODUCT, FewerConversions, compiled
 from training.hardware import Hardware, HardwareConfig, set_up
 from training.shard import parallelize
@@ -104,3 +107,11 @@ def test_on_the_gpu_gradients_are_nearer_to_the_exact_ones():
     assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
     for mine, theirs, right in zip(ours[1:], plain[1:], exact, strict=True):
         assert (mine - right).norm() <= 1.01 * (theirs - right).norm()
+
+
+def test_the_console_keeps_quiet_about_what_is_computed_again(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
+    warning_once.cache_clear()
+    block = torch.nn.Linear(2, 2)
+    torch.compile(partial(recompute, block, keep=()), backend="aot_eager")(torch.ones(1, 2)).sum().backward()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

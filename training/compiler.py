@@ -4,6 +4,7 @@ The pass rewrites a graph of ATen operators, after autograd. Both of its changes
 32 and 16 bits, which are a quarter of a small model's launches.
 """
 
+import logging
 import operator
 from collections.abc import Callable
 
@@ -13,6 +14,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 CONVERT = torch.ops.prims.convert_element_type.default
 PRODUCT = torch.ops.aten.mm.default
+
+# PyTorch asks of what is computed again that it changes nothing in place, in four lines on the console; no block does
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def compiled(function: Callable) -> Callable:
