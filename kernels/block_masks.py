@@ -140,7 +140,7 @@ def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: i
     """(starts, visits, bits) of a mask, ours or torch's, for a call of these sizes. Raises ValueError."""
     if isinstance(given, BlockMask):
         mask = given
-    elif hasattr(given, "kv_num_blocks") and hasattr(given, "mask_mod"):
+    elif hasattr(given, "kv_num_blocks"):
         if torch.compiler.is_compiling():
             raise ValueError(
                 "block_mask is torch's; outside of torch.compile make it kernels.BlockMask.from_torch(block_mask)"
@@ -293,7 +293,6 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-@torch.inference_mode(False)  # training may use the same mask later
 @_outside_graphs
 def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     """Convert torch's mask once for each version of its lists, which waits for the GPU."""

@@ -121,6 +121,8 @@ def test_counts_and_patterns_kept_once(patterns):
         assert one == other if isinstance(one, int) else torch.equal(one, other)
     assert block_mask(lambda b, h, q, k: k >= 0, 1, 1, 130, 256, DEVICE).counts()["partial"] == 0  # rows past the last
     assert block_mask(lambda b, h, q, k: k < 0, 1, 1, 130, 256, DEVICE).counts()["visited"] == 0
+    causal = block_mask(lambda b, h, q, k: k <= q + 100 * h, 2, 2, 384, 384, DEVICE)  # 6 blocks and 8, 3 and 5 of them
+    assert causal.counts() == {"blocks": 36, "visited": 28, "partial": 16}
 
 
 @pytest.mark.parametrize("mod", [lambda b, h, q, k: k % 64 == 5, lambda b, h, q, k: k % 64 != 5])
@@ -128,6 +130,17 @@ def test_a_pattern_of_like_words_is_not_one_of_all_or_nothing(mod, patterns):
     mask = block_mask(mod, 1, 1, 256, 256, DEVICE)
     assert torch.equal(mask.dense(), evaluated(mod, 1, 1, 256, 256).expand(1, 1, 256, 256))
     assert mask.counts()["partial"] == 4
+
+
+def test_a_single_pair_makes_a_block_partial():
+    """Beside blocks of all and of nothing."""
+    visible = torch.zeros(256, 384, dtype=torch.bool, device=DEVICE)
+    visible[:, 256:] = True
+    visible[7, 140], visible[200, 300] = True, False
+    for given in (visible, visible[:, :300]):
+        mask = BlockMask.from_dense(given)
+        assert torch.equal(mask.dense()[0, 0], given)
+        assert mask.counts()["visited"] == 3
 
 
 def test_patterns_with_one_hash_are_told_apart(monkeypatch):
@@ -163,17 +176,18 @@ def test_torchs_mask_of_inference_mode_serves_training_too():
     torch.autograd.grad(o.sum(), (q, k, v))
 
 
+@pytest.mark.parametrize("hidden", [0, 1])
 @pytest.mark.parametrize("together", [block_masks._PAIRS, 1])
-def test_torchs_lists_decide_and_its_function_is_asked_inside_partial_blocks_only(together, monkeypatch):
+def test_torchs_lists_decide_and_its_function_is_asked_inside_partial_blocks_only(together, hidden, monkeypatch):
     """Full blocks that reach past the keys, a mask without a function, and the lists of a mask that was cut."""
     monkeypatch.setattr(block_masks, "_PAIRS", together)
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32, device=DEVICE)
-    blocks = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32, device=DEVICE)
+    blocks = torch.tensor([[[[1 - hidden, hidden], [0, 1]]]], dtype=torch.int32, device=DEVICE)
     nothing = lambda b, h, q, k: k < 0  # noqa: E731
     for arguments, mod in (((counts, blocks), noop_mask), ((counts * 0, blocks, counts, blocks), nothing)):
         theirs = TorchBlockMask.from_kv_blocks(*arguments, mask_mod=mod)
         expected = torch.ones(200, 150, dtype=torch.bool, device=DEVICE)
-        expected[:128, :128] = False
+        expected[:128, 128 * hidden : 128 * (hidden + 1)] = False
         ours = BlockMask.from_torch(theirs, 200, 150)
         for one, other in zip(ours, BlockMask.from_dense(expected), strict=True):
             assert one == other if isinstance(one, int) else torch.equal(one, other)
@@ -232,6 +246,8 @@ def test_torchs_mask_is_converted_anew_where_it_has_other_lists_and_is_not_kept_
     for numbers in (theirs.kv_num_blocks, theirs.kv_indices, theirs.full_kv_num_blocks, theirs.full_kv_indices):
         numbers.add_(0)
     BlockMask.from_torch(theirs)
+    for tokens in ((256, 256), (200, 256), (200, 150)):  # of which it is these padded to whole blocks
+        assert BlockMask.from_torch(theirs, *tokens).dense().shape[2:] == tokens
     theirs.kv_num_blocks.zero_()
     assert not BlockMask.from_torch(copy.deepcopy(theirs)).dense().any()  # whose lists count their versions anew
 
@@ -259,6 +275,11 @@ def test_what_is_no_mask_and_no_device_is_refused():
         BlockMask.from_torch(5)
     with pytest.raises(ValueError, match=r"a block mask has no dtype; give a device in place of torch\.float16"):
         BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool)).to(torch.float16)
+    elsewhere = BlockMask.from_dense(torch.ones(20, 30, dtype=torch.bool, device=DEVICE)).to("meta")
+    assert elsewhere[3:] == (20, 30)
+    q, k, v = make_qkv(1, 1, 1, 20, 30, 16, device=DEVICE)
+    with pytest.raises(ValueError, match=r"block_mask is on meta but q is on .*; move them to one device"):
+        flash_attention(q, k, v, block_mask=elsewhere)
 
 
 def test_a_mask_of_another_version_is_refused():
@@ -386,6 +407,8 @@ def test_pytorch_139462_a_mask_longer_than_the_call():
     torch.testing.assert_close(flash_attention(q, k, v, block_mask=fits), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"block_mask is torch's of \(2, 1, 128, 256\); q and k have 2 x 2 tokens"):
         flash_attention(q, k, v, block_mask=longer)
+    with pytest.raises(ValueError, match=r"torch's of \(1, 1, 100, 100\); q and k have 120 x 100"):
+        BlockMask.from_torch(create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 100, 100, device=DEVICE), 120)
 
 
 def test_a_sliced_mask_of_torchs_is_refused_by_its_lists():
@@ -394,6 +417,9 @@ def test_a_sliced_mask_of_torchs_is_refused_by_its_lists():
     whole = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 300, 300, device=DEVICE)
     with pytest.raises(ValueError, match=r"kv_num_blocks \(1, 1, 1\); 300 queries have 3 blocks: \(B, H, 3\)"):
         flash_attention(q, k, v, block_mask=whole[:, :, 0])
+    flat = TorchBlockMask.from_kv_blocks(*(x[0, 0] for x in (whole.kv_num_blocks, whole.kv_indices)))
+    with pytest.raises(ValueError, match=r"kv_num_blocks \(3,\); 384 queries have 3 blocks: \(B, H, 3\)"):
+        BlockMask.from_torch(flat)
 
 
 def test_pytorch_141126_chunks_that_see_some_chunks_before():
@@ -449,6 +475,7 @@ def test_opcheck_and_one_compiled_graph():
         ({"causal": True, "window": (5, 0)}, "block_mask with window is not supported; put all of it into the mask"),
         ({"block_mask": "causal"}, "block_mask has type str; expected a kernels.BlockMask"),
         ({"block_mask": (1, 21, 30)}, "block_mask is of 21 x 30 tokens; q and k have 20 x 30"),
+        ({"block_mask": (20, 31)}, "block_mask is of 20 x 31 tokens; q and k have 20 x 30"),
         ({"block_mask": (3, 1, 20, 30)}, "block_mask has a batch dimension of 3; it must be 1 or q's 2"),
         ({"block_mask": (2, 20, 30)}, "block_mask has a heads dimension of 2; it must be 1 or q's 4"),
     ],
@@ -469,8 +496,13 @@ def test_mistakes_in_building(monkeypatch):
         block_mask(lambda b, h, q, k: q - k, None, None, 4, 4, DEVICE)
     with pytest.raises(ValueError, match="Nk is 0; it must be an integer of at least 1"):
         block_mask(lambda b, h, q, k: q >= k, None, None, 4, 0, DEVICE)
-    with pytest.raises(ValueError, match="Nq is 4,194,305; a block mask takes at most 4,194,304 tokens"):
-        block_mask(lambda b, h, q, k: q >= k, None, None, 2**22 + 1, 4, DEVICE)
+    for name, sizes in (("Nq", (2**22 + 1, 4)), ("Nk", (4, 2**22 + 1))):
+        with pytest.raises(ValueError, match=f"{name} is 4,194,305; a block mask takes at most 4,194,304 tokens"):
+            block_mask(lambda b, h, q, k: q >= k, None, None, *sizes, DEVICE)
+    assert block_mask(lambda b, h, q, k: k < 5, None, None, 1, 2**22, DEVICE).counts()["visited"] == 1
+    blocks = torch.zeros(1, 1, 2**15 + 1, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="Nq is 4,194,432; a block mask takes at most 4,194,304 tokens"):
+        BlockMask.from_torch(TorchBlockMask.from_kv_blocks(blocks[..., 0], blocks))
     theirs = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device=DEVICE, BLOCK_SIZE=64)
     with pytest.raises(ValueError, match=r"block_mask has BLOCK_SIZE \(64, 64\); make it with BLOCK_SIZE=128"):
         BlockMask.from_torch(theirs)
@@ -513,8 +545,23 @@ def test_what_makes_no_mask_is_refused_in_a_line(tmp_path):
     for read in (lambda b, h, q, k: (k <= q) & (elsewhere[q] > 0), lambda b, h, q, k: k <= q + elsewhere.sum()):
         with pytest.raises(ValueError, match=rf"mask_mod cannot be .* and read what is on {DEVICE}"):
             block_mask(read, None, None, 200, 200, DEVICE)
+    with pytest.raises(ValueError, match=r"mask_mod cannot be .*must only return Tensors, got type <class 'bool'>"):
+        block_mask(lambda b, h, q, k: True, None, None, 8, 8, DEVICE)
+
+    asked = []
+
+    def greedy(b, h, q, k):
+        asked.append(q)
+        if len(asked) > 1:  # the first time bounds were asked for, of which a float has none
+            raise torch.OutOfMemoryError("no room")
+        return (q - k).float() >= 0
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):  # no mistake of the function
+        block_mask(greedy, None, None, 8, 8, DEVICE)
     with pytest.raises(ValueError, match="visible has type list; expected a tensor of booleans"):
         BlockMask.from_dense([[True]])
+    with pytest.raises(ValueError, match="H is 0; it must be an integer of at least 1"):
+        BlockMask.from_dense(torch.ones(0, 8, 8, dtype=torch.bool, device=DEVICE))
     with pytest.raises(ValueError, match="B is 0; it must be an integer of at least 1"):
         block_mask(lambda b, h, q, k: k <= q, 0, None, 8, 8, DEVICE)
     if not torch.cuda.is_available():

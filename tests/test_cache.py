@@ -18,7 +18,7 @@ def paged(num_rows=3, num_pages=8, max_tokens=64, dtype=torch.float32) -> PagedK
     return PagedKVCache(CONFIG, num_rows, max_tokens, num_pages, 16, DEVICE, dtype)
 
 
-@pytest.mark.parametrize("page", [0, 8, 24, -16])
+@pytest.mark.parametrize("page", [0, 8, 24, -16, 32.0])
 def test_a_page_is_a_power_of_two_from_16_on(page):
     """A kernel would refuse it, at its first step."""
     with pytest.raises(ValueError, match=rf"page={page} must be a power of two from 16 on"):
@@ -62,6 +62,41 @@ def test_flash_reads_the_cache_as_the_views_do(window):
             ):
                 cache.extend([1, 0], counts)
         assert cache.reserved == [27, 6]
+
+
+def test_a_row_not_in_use_is_left_out_of_a_call(poisoned_memory):
+    cache = KVCache(CONFIG, 2, 40, DEVICE)
+    cache.allocate(1, 1)
+    assert cache.lengths.tolist() == [-1, 0]
+    cache.extend([1], 3)
+    assert cache.positions(2, 3).tolist() == [0, 1, 2] * 2
+    q, k, v = tokens(2, 3, 0)
+    o = cache.attend(0, q, k, v, attention.naive)
+    assert not o[:, :, :3].any()
+    expected = naive_attention(*(x[:, :, 3:] for x in (q, k, v)), causal=True)
+    torch.testing.assert_close(o[:, :, 3:], expected, rtol=1e-4, atol=1e-5)
+    cache.advance(3)
+    assert cache.lengths.tolist() == cache.reserved == [-1, 3]
+
+
+@pytest.mark.parametrize("kind", [KVCache, PagedKVCache])
+def test_layers_keys_and_values_have_scales_of_their_own(kind):
+    """Values of other sizes than keys and than another layer's, of a model in bfloat16."""
+    config = GPTConfig(num_layers=2, num_heads=HEADS, num_kv_heads=KV_HEADS, n_embd=HEADS * HEAD_DIM)
+    cache = kind(config, 1, 64, *((None, 16) if kind is PagedKVCache else ()), DEVICE, torch.int8)
+    cache.allocate(0)
+    stored = [[], []]
+    for count in (20, 1):
+        cache.extend([0], count)
+        for layer, size in enumerate((30.0, 0.01)):
+            q, k, v = (x.bfloat16() for x in tokens(1, count, count + layer))
+            stored[layer].append((k, size * v))
+            o = cache.attend(layer, q, *stored[layer][-1], attention.naive)
+            keys, values = (torch.cat(x, 2) for x in zip(*stored[layer], strict=True))
+            expected = naive_attention(q, keys, values, causal=True)
+            assert o.dtype == torch.bfloat16
+            assert (o - expected).abs().max() < 0.05 * size
+        cache.advance(count)
 
 
 def test_rows_in_pages_attend_to_their_own_tokens(monkeypatch):
@@ -199,7 +234,7 @@ def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
     """Read again they would take back a row's later tokens; after it was freed, write into another's pages."""
     cache = paged(num_rows=3)
     cache.allocate(0, 1)
-    cache.extend([0, 1], [3, 0])
+    cache.extend([0, 1], (3, 0))
     with pytest.raises(ValueError, match="row 1 of the KV cache has 0 tokens and room for 0; a prompt is read"):
         cache.prompts([1])
     for rows in ([], [0, 0], 0):
@@ -259,9 +294,11 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
         cache.fork(0, 1)
     check_pages(cache)
     assert cache.reserved == [40, -1]
+    with pytest.raises(ValueError, match="row 1 of the KV cache is not in use; allocate it first"):
+        cache.fork(1, 0)
     cache.allocate(1)
     with pytest.raises(ValueError, match="row 1 of the KV cache needs a page, 1 with the other rows, and 0 of 3 are"):
-        cache.extend([1], 1)
+        cache.extend([0, 1], [0, 1])
     check_pages(cache)
     assert cache.reserved == [40, 0]
 
@@ -289,12 +326,14 @@ def test_tokens_are_put_in_their_places_by_one_kernel(heads, head_dim, count, dt
     launch_write_kvcache(*caches, lines[:0], slots[:0], k[:0], v[:0])
 
 
-def test_a_cache_in_8_bits_counts_its_scales(monkeypatch):
-    """Of a token and head one of 4 bytes beside each 32 of keys and of values."""
+@pytest.mark.parametrize(("dtype", "size"), [(torch.int8, 1), (torch.float16, 2), (torch.float32, 4)])
+def test_a_cache_is_refused_to_the_byte(dtype, size, monkeypatch):
+    """In 8 bits a token and head has a scale of 4 bytes beside each 32 of keys and of values."""
     config = GPTConfig(1, 2, n_embd=64, attention="naive", loss="plain")
-    keys_and_values = 2 * 2 * 8 * 32
-    monkeypatch.setattr("model.cache.free_bytes", lambda device: keys_and_values)
+    needed = 2 * 2 * 8 * (32 * size + 4 * (size == 1))
+    monkeypatch.setattr("model.cache.free_bytes", lambda device: needed - 1)
     with pytest.raises(ValueError, match="a KV cache of 1 rows of 8 tokens needs"):
-        KVCache(config, 1, 8, "cpu", torch.int8)
-    monkeypatch.setattr("model.cache.free_bytes", lambda device: keys_and_values * 36 // 32)
-    KVCache(config, 1, 8, "cpu", torch.int8)
+        KVCache(config, 1, 8, "cpu", dtype)
+    for free in (needed, None):  # None: where nobody counts
+        monkeypatch.setattr("model.cache.free_bytes", lambda device, free=free: free)
+        KVCache(config, 1, 8, "cpu", dtype)

@@ -365,6 +365,19 @@ def test_documents_of_another_kind_are_refused():
             small_gpt()(tokens, cu_seqlens=given)
 
 
+def test_ids_of_32_bits_and_a_single_document_are_taken_and_beside_a_cache_tokens_alone():
+    model, (tokens, targets) = small_gpt(attention="naive"), batch(rows=1, length=8)
+    whole, expected = torch.tensor([0, 8], dtype=torch.int32), model(tokens)
+    assert torch.equal(model(tokens.int()), expected)
+    torch.testing.assert_close(model(tokens, cu_seqlens=whole), expected)
+    cache = model.make_cache(1)
+    cache.allocate(0)
+    cache.extend([0], 8)
+    for given in ({"targets": targets}, {"cu_seqlens": whole}):
+        with pytest.raises(ValueError, match="kv_cache goes with tokens alone; leave targets and cu_seqlens out"):
+            model(tokens, kv_cache=cache, **given)
+
+
 @pytest.mark.parametrize("page", [None, 16])
 def test_a_cache_of_another_model_is_refused(page):
     tokens = batch(rows=1, length=4)[0]

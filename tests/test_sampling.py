@@ -352,6 +352,7 @@ def test_ids_of_more_than_16_bits_are_whole():
         ({"prompts": [[1], [2**70]]}, "prompt 1 is no list of ids"),
         ({"prompts": torch.ones(1, 2, 3, dtype=torch.int64)}, "prompt 0 is no list of ids"),
         ({"prompts": [[1], [0, VOCAB]]}, "an id of prompt 1 lies outside 0..64"),
+        ({"prompts": [[1], [0, -1]]}, "an id of prompt 1 lies outside 0..64"),
     ],
 )
 def test_impossible_options_are_refused_at_the_call(options, message):
@@ -672,6 +673,14 @@ def test_each_sample_stops_by_itself():
         assert part == whole[:end]
     assert len(stopped[0]) <= 6
     assert len({len(part) for part in stopped}) > 1
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-9}], ids=str)
+def test_an_option_that_leaves_one_token_makes_the_greedy_text(options):
+    model, asked = small_gpt(), {"max_new_tokens": 10, "seed": 3}
+    greedy = text(model, [1], temperature=0.0, **asked)
+    assert text(model, [1], **asked) != greedy
+    assert text(model, [1], **asked, **options) == greedy
 
 
 def test_no_tokens_asked_for_none_given():
