@@ -74,23 +74,18 @@ def known_keys(schema: type) -> dict[str, Key]:
 
 def help_page(docstring: str | None, config: str, schema: type, overrides: list[str]) -> str:
     """The program's docstring, the groups, and every key with its value, those that `schema` itself adds first."""
+    from training.comparison import as_typed  # with NumPy, which only this page would wait for
+
     with initialize_config_module("conf", version_base="1.3"):
         cfg = compose(config, overrides=overrides)
     keys, own = known_keys(schema), schema.__annotations__
     lines = []
     for name in sorted(keys, key=lambda name: name.partition(".")[0] not in own):
         if not is_dataclass(keys[name].type):
-            shown = f"{name}={_typed(OmegaConf.select(cfg, name))}"
+            shown = f"{name}={as_typed(OmegaConf.select(cfg, name))}"
             lines.append(f"  {shown:<46} {keys[name].comment}".rstrip())
     page = [(docstring or "").strip(), ""]
     if config == "config":
         page += ["== What can be chosen (group=name) ==", *(f"  {g}: {', '.join(n)}" for g, n in GROUPS.items()), ""]
     page += ["== The configuration as it stands (key=value changes it) ==", *lines, ""]
     return "\n".join([*page, "== What is typed ==", *TYPED])
-
-
-def _typed(value: Any) -> str:
-    """A value as it is written on the command line."""
-    if OmegaConf.is_list(value):
-        return "[" + ",".join(map(_typed, value)) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -303,7 +303,7 @@ def test_runs_are_called_by_what_differs(tmp_path, settings, expected):
 
 @pytest.mark.parametrize(("value", "typed"), [
     (0.001, "1e-3"), (1e4, "1e4"), (0.0015, "0.0015"), (0.0, "0"), (20 / 3, "6.666666666666667"), (math.inf, "inf"),
-    (None, "null"), (True, "true"), ("a", "a"),
+    (None, "null"), (True, "true"), ("a", "a"), ([1e-3, None, "a"], "[1e-3,null,a]"),
 ])  # fmt: skip
 def test_a_value_is_shown_as_it_is_typed(value, typed):
     """With all of its digits: who types it has the same number."""

@@ -4,7 +4,7 @@ A run may be finished, under way or killed; the runs of a sweep are named by the
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,8 @@ def _shown(value: Any) -> str:
 
 def as_typed(value: Any) -> str:
     """A value as one would type it: 1e-3 in place of 0.001."""
+    if isinstance(value, MutableSequence):
+        return f"[{','.join(map(as_typed, value))}]"
     if not isinstance(value, float) or not math.isfinite(value):
         return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     mantissa, exponent = f"{Decimal(repr(value)):e}".split("e")
