@@ -9,7 +9,7 @@ Neither accounts for what model.mask hides, or shows beyond a window, or for wha
 """
 
 import time
-from collections.abc import Callable
+import timeit
 
 import torch
 
@@ -93,7 +93,7 @@ def mfu(flops_a_token: float, tokens_per_second: float, peak_flops: float | None
 def measured_rate(dtype: torch.dtype) -> float:
     """FLOP/s of this CPU in a matrix product of 512 x 512, the best of three after the first."""
     x = torch.ones(512, 512, dtype=dtype)
-    return 2 * 512**3 / min(seconds_of(lambda: x @ x) for _ in range(4))
+    return 2 * 512**3 / min(timeit.repeat(lambda: x @ x, repeat=4, number=1))
 
 
 def measured_forward(model: GPT, hardware: Hardware) -> float:
@@ -103,13 +103,7 @@ def measured_forward(model: GPT, hardware: Hardware) -> float:
     """
     tokens = torch.zeros(1, model.seq_len, dtype=torch.int64)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), hardware.autocast():
-        return min(seconds_of(lambda: model(tokens, tokens)) for _ in range(2))
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+        return min(timeit.repeat(lambda: model(tokens, tokens), repeat=2, number=1))
 
 
 def slow_on_a_cpu(model: GPT, optim: OptimConfig, hardware: Hardware, *, batch_tokens: int, steps: int) -> str | None:
