@@ -54,12 +54,11 @@ class Prompts:
         self.rows, self.lengths, self.last, begins = of_rows  # last: each row's last token among all
         num_tokens = sum(self.counts)  # passed, so that the GPU is not waited for
         of_tokens = torch.stack((self.rows, begins)).repeat_interleave(self.lengths, 1, output_size=num_tokens)
-        row_of_token, self._positions = of_tokens[0], torch.arange(num_tokens, device=device) - of_tokens[1]
+        self._row_of_token, self._positions = of_tokens[0], torch.arange(num_tokens, device=device) - of_tokens[1]
         self.documents = None  # for prompts of one length: they are a batch, for which dense kernels are faster
         if longest > min(self.counts):
             cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
             self.documents = Documents(place_documents(cu_seqlens, longest, device), longest)
-        self.places = cache.places(row_of_token, self._positions)
 
     def positions(self, num_rows: int, num_tokens: int) -> Tensor:
         """Positions of all tokens, in one row: (num_tokens,) int64. ValueError where the cache's rows have changed."""
@@ -75,6 +74,8 @@ class Prompts:
                 f"the prompts of the KV cache have {len(self._positions)} tokens, end to end in one row, not "
                 f"{num_tokens} in {num_rows}"
             )
+        # now: a row that was freed and has been given room again has other pages
+        self.places = self.cache.places(self._row_of_token, self._positions)
         return self._positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:

@@ -253,6 +253,22 @@ def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
             prompts.positions(1, 3)
 
 
+def test_prompts_are_written_to_the_pages_that_their_row_has_now():
+    """Not to those that it had when they were made: they may be another row's."""
+    cache = paged(num_rows=2)
+    cache.allocate(0)
+    cache.extend([0], 20)
+    prompts = cache.prompts([0])
+    cache.free(0)
+    for row in (1, 0):  # row 1 has the pages of row 0
+        cache.allocate(row)
+        cache.extend([row], 20)
+    new = cache.prompts([0])
+    for each in (prompts, new):
+        each.positions(1, 20)
+    assert torch.equal(prompts.places[0], new.places[0])
+
+
 def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="max_tokens=0 must be a whole number of at least 1"):
         KVCache(CONFIG, 1, 0)

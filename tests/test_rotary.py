@@ -98,6 +98,17 @@ def test_turning_in_place_keeps_to_the_numbers_that_it_is_given():
     assert torch.equal(neighbours, qkv)
 
 
+@pytest.mark.parametrize("shared", [0, 1, 2], ids=["rows", "tokens", "heads"])
+def test_numbers_that_heads_share_are_turned_once_for_each(shared):
+    from kernels.fused.rotary import _rotary_in_place
+
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    qkv = qkv.detach().narrow(shared, 0, 1).expand_as(qkv)
+    expected = rotary_fwd(qkv.clone(), cos, sin, 4, None)[:3]
+    for ours, theirs in zip(_rotary_in_place(qkv, cos, sin, 4), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_projection_that_autograd_keeps_is_not_turned_in_silence():
     from kernels.fused.rotary import _rotary_in_place
 

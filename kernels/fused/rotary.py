@@ -78,7 +78,8 @@ def rotate_and_split(
 def _rotary_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if qkv.stride(-1) != 1:  # the kernel would read a copy and write beside the numbers
+    shared = any(size > 1 and not stride for size, stride in zip(qkv.shape, qkv.stride(), strict=True))
+    if qkv.stride(-1) != 1 or shared:  # the kernel would write beside the numbers, or turn them several times
         return _rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
     from .rotary_kernel import launch_rotary
 

@@ -120,6 +120,7 @@ def one_more_token(bench: BenchConfig, dtype: torch.dtype, hardware: Hardware) -
     rows = in_use(cache)
     cache.extend(rows, bench.context - 1)
     read = cache.prompts(rows)
+    read.positions(1, bench.batch * (bench.context - 1))
     cache.store(0, read.places, *(end_to_end(x[:, :, :-1])[0] for x in (k, v)))
     read.advance(bench.context - 1)
     cache.extend(rows, 1)
