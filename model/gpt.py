@@ -266,7 +266,7 @@ class GPT(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: (B, N), int64 or int32, below vocab_size; larger ones are PyTorch's to find.
+            tokens: (B, N), int64 or int32, below vocab_size; PyTorch finds those from the padded size on.
             targets: (B, N) int64, the id that follows each token; a negative one does not count.
             kv_cache: earlier tokens of B rows, to which these are appended (without targets); or `Prompts` with these
                 tokens (1, N), and then only the last token of each prompt gives logits.
@@ -370,7 +370,8 @@ class GPT(nn.Module):
         memo = {
             id(weight): nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in self.parameters()
         }
-        hooks = [h for m in modules for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+        kept = [value for m in modules for name, value in vars(m).items() if name.endswith("_hooks")]
+        hooks = [hook for of_one_kind in kept for hook in of_one_kind.values()]
         attends = [block.attention.attend for block in self.blocks if hasattr(block.attention, "attend")]
         memo |= {id(x): x for x in (self.cos, self.sin, *hooks, *attends)}  # are shared
         return copy.deepcopy(self, memo).eval()

@@ -40,7 +40,7 @@ def prefix_of(mask: str, seq_len: int) -> int:
     if name == "dilated" and number >= seq_len:
         raise ValueError(
             f"model.mask={mask} lets each of data.seq_len={seq_len} tokens see itself alone; use a smaller number, as "
-            "dilated:2"
+            f"dilated:{max(1, seq_len // 2)}, or a longer data.seq_len"
         )
     return number if name == "prefix" else 0
 

@@ -252,3 +252,18 @@ def test_shapes_and_dtypes_are_named():
         linear_cross_entropy(h.long(), weight, targets, 64)
     with pytest.raises(ValueError, match=r"weight has dtype torch.bool; expected a float dtype"):
         linear_cross_entropy(h, weight.bool(), targets, 64)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda h, weight, targets: cross_entropy(h @ weight.T, targets, weight.shape[0]),
+        lambda h, weight, targets: linear_cross_entropy(h, weight, targets, weight.shape[0], h.shape[0]),
+    ],
+    ids=["plain", "chunked"],
+)
+def test_sizes_that_the_compiler_keeps_open_are_whole_numbers(loss):
+    h, weight = torch.randn(3, 4), torch.randn(6, 4)
+    arguments = h, weight, torch.tensor([0, 1, 5])
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(*arguments), loss(*arguments))

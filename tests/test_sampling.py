@@ -584,6 +584,15 @@ def test_a_copy_of_the_model_has_its_hooks_and_its_attention(frozen):
     assert [counter.calls for counter in seen] == [3, 3, 6]
 
 
+def test_hooks_of_training_need_not_be_copied():
+    """One of a lock, say, cannot be."""
+    model = small_gpt().eval()
+    expected = text(model, [1, 2], max_new_tokens=2)
+    for kind in ("full_backward", "full_backward_pre", "state_dict_post", "state_dict_pre"):
+        getattr(model.blocks[0], f"register_{kind}_hook")(partial(print, Lock()))
+    assert text(model, [1, 2], max_new_tokens=2) == expected
+
+
 def test_a_part_in_training_mode_has_no_part_in_a_text():
     model = small_gpt(dropout=0.5).eval().requires_grad_(False)
     expected = text(model, [1, 2, 3], max_new_tokens=8, temperature=0.0)

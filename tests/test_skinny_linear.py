@@ -1,5 +1,7 @@
 """Products of a few rows with what is fused into them, against the operators they stand for."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -202,6 +204,9 @@ def test_where_something_must_see_it_it_is_pytorchs():
     expected = x @ weight.T
     torch.testing.assert_close(torch.vmap(skinny_linear, (0, None))(x, weight), expected)
     torch.testing.assert_close(torch.compile(skinny_linear, backend="eager", fullgraph=True)(x, weight), expected)
+    turned = partial(skinny_linear, rotary=(torch.ones(3, 2, device=DEVICE), torch.zeros(3, 2, device=DEVICE), 4))
+    compiled = torch.compile(turned, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(x, weight), turned(x, weight))
     with FakeTensorMode() as mode:
         assert skinny_linear(mode.from_tensor(x), mode.from_tensor(weight)).shape == expected.shape
     with torch.autocast(x.device.type, torch.bfloat16):

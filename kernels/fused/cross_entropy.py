@@ -42,7 +42,8 @@ def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) 
         raise ValueError(f"targets has dtype {targets.dtype}; expected torch.int64")
     if targets.device != rows.device:
         raise ValueError(f"targets is on {targets.device} but the rows are on {rows.device}; move them to one device")
-    if not hasattr(vocab_size, "__index__") or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
+    whole = isinstance(vocab_size, int | torch.SymInt) or hasattr(vocab_size, "__index__")
+    if not whole or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
         raise ValueError(f"vocab_size is {vocab_size}; it must be from 1 to the {columns} columns of the logits")
 
 

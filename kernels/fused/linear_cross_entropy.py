@@ -49,7 +49,7 @@ def linear_cross_entropy(
     refuse_torch_func("linear_cross_entropy", "cross_entropy of the logits", maps=True)
     if chunk_tokens is None:
         chunk_tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
-    elif not hasattr(chunk_tokens, "__index__") or chunk_tokens < 1:
+    elif not (isinstance(chunk_tokens, int | torch.SymInt) or hasattr(chunk_tokens, "__index__")) or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1, or None")
     register_flop_formulas()
     # evaluation needs no gradient, which leaves out two of the three products

@@ -104,7 +104,7 @@ def skinny_linear(
         if activation is not None or residual is not None:
             raise ValueError("rotary turns a plain product; leave activation and residual out, or rotary")
         head_dim = max(1, cos.size(-1))
-        heads, left = divmod(weight.size(0), head_dim)
+        heads, left = weight.size(0) // head_dim, weight.size(0) % head_dim  # torch.compile has no divmod of its sizes
         fits = cos.shape == sin.shape and cos.numel() == cos.size(0) * head_dim
         fits = fits and (cos.size(0) == rows if positions is None else cos.size(0) > 0)
         if not fits or head_dim % 2 or left or not 0 <= num_turned <= heads:

@@ -22,9 +22,11 @@ def write_kvcache(
 
     caches: of keys and of values, (rows or pages, Hkv, slots, D) of one shape and dtype.
     scales: of 8-bit caches, fp32, (Hkv,) or (rows or pages, Hkv, slots); the latter are written too.
-    places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the caches' device and inside of them.
+    places: (rows or pages (N,), slice(None), slots (N,)), both int64, on the caches' device. That they lie inside of
+        the caches is the caller's to see to.
 
-    Raises ValueError, before anything is written, where one of these is otherwise or an input requires a gradient.
+    Raises ValueError, before anything is written, where shapes, dtypes or devices are otherwise or an input requires a
+    gradient.
     """
     _check(caches, scales, places, new)
     k, v = (_stored(*each, places) for each in zip(caches, scales, new, strict=True))  # (N, Hkv, D) each
@@ -56,6 +58,8 @@ def _check(caches: tuple, scales: tuple, places: tuple, new: tuple) -> None:
     for number in (places[0], places[2]):
         if not isinstance(number, Tensor):
             raise ValueError(f"places have {number!r}; expected tensors (N,) of torch.int64")
+        if number.device != caches[0].device:
+            raise ValueError(f"places are on {number.device} but the caches on {caches[0].device}; move them there")
         if number.shape != new[0].shape[1:2] or number.shape != new[1].shape[1:2] or number.dtype != torch.int64:
             raise ValueError(
                 f"places have {tuple(number.shape)} of {number.dtype} for new tokens of shapes {tuple(new[0].shape)} "
