@@ -151,6 +151,14 @@ def test_a_text_without_a_character_to_train_on_is_refused(tmp_path):
         open_dataset(DataConfig(source="text", files=str(tmp_path / "a.txt"), **keys), "characters")
 
 
+def test_a_character_of_held_out_text_alone_is_refused_by_its_name(tmp_path):
+    """GPT-2's remedy, which is of runs of blanks, stood around it."""
+    (tmp_path / "a.txt").write_text("ab" * 99 + "!")
+    data = DataConfig(source="text", files=str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), seq_len=2)
+    with pytest.raises(ValueError, match=r"^character '!' .* 2 characters of the training split; .*tokenizer=bytes$"):
+        open_dataset(data, "characters")
+
+
 def test_held_out_text_may_be_unknown(words, tmp_path):
     """Only what is trained on decides whether a tokenizer suits."""
     (tmp_path / "a.txt").write_text("a b\n" * 90 + "c c\n" * 10)

@@ -319,7 +319,12 @@ def test_too_few_steps_to_profile_are_refused(tmp_path):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     refuse_too_few(STEPS_NEEDED)
     for overrides, left in (((), 6), ((f"resume={run / 'checkpoints' / 'step_000003'}",), 3)):
-        says = rf"profile=true needs 7 steps \(4 to settle, 3 to record\) and there are {left}; raise train.steps"
+        says = (
+            rf"profile=true needs 7 steps \(4 to settle, 3 to record\) and there are {left}; raise train.steps, or use "
+            "profile=false"
+        )
         with pytest.raises(ValueError, match=says):
             train(small_run(tmp_path, "train.steps=6", "profile=true", *overrides), run)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    summary = train(small_run(tmp_path, "train.steps=6", "profile=true", f"resume={run}"), run)  # there is no step left
+    assert (summary["exit_code"], summary["steps"]) == (0, 6)

@@ -70,7 +70,7 @@ def refuse_too_few(steps: int) -> None:
     if steps < STEPS_NEEDED:
         raise ValueError(
             f"profile=true needs {STEPS_NEEDED} steps ({SKIPPED_STEPS + WARMUP_STEPS} to settle, {RECORDED_STEPS} "
-            f"to record) and there are {steps}; raise train.steps"
+            f"to record) and there are {steps}; raise train.steps, or use profile=false"
         )
 
 

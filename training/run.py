@@ -293,8 +293,9 @@ def _open_text(settings: Any, run_dir: Path | None, report: Callable[[str], None
         resume.refuse_another_text(resumed, sized, dataset.fingerprint)
     if initial:
         resume.refuse_unless_it_fits(initial, sized, tokenizer, vocab_size)
-    if settings.profile:
-        refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
+    steps_left = settings.train.steps - (resumed.step if resumed else 0)
+    if settings.profile and steps_left:
+        refuse_too_few(steps_left)
     wandb = wandb_mode(settings.logger) if world.is_first else None  # only the first process needs a login
     checkpoints = {"resumed": resumed, "initial": initial}
     return {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb} | checkpoints
