@@ -962,6 +962,7 @@ def test_what_would_be_written_elsewhere_is_refused_before_anything_is_written()
         ((cache, cache.double()), none, one, new, r"and \(2, 2, 4, 16\) of torch.float64; expected one shape"),
         (plain, none, two, new, r"places have \(2,\) of torch.int64 for new tokens of shapes \(2, 1,"),
         (plain, none, one.int(), new, r"places have \(1,\) of torch.int32 for new tokens"),
+        (plain, none, one.to("meta"), new, r"places are on meta but the caches on cpu; move them there"),
         (plain, none, 0, new, r"places have 0; expected tensors \(N,\) of torch.int64"),
         (plain, none, one, new.clone().requires_grad_(), "new tokens ask for a gradient, and a cache's attention has"),
         (of_8_bits, (scale, None), one, new, "its scale is None; a cache in 8 bits needs"),

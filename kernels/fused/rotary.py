@@ -37,7 +37,7 @@ def rotate_and_split(
         num_heads: Hq.
         norm_eps: of an RMS norm, without a gain, of each head of q and k before it is turned; None: no norm.
         overwrite: qkv is not read afterwards. On CUDA q and k are then turned in place, unless a gradient or a tracer
-            needs their old values, or qkv's last dimension has a stride.
+            needs their old values, qkv's last dimension has a stride, or heads share memory.
 
     Raises:
         ValueError: cos and sin are not of N tokens, or of another shape.
