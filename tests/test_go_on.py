@@ -179,7 +179,7 @@ def test_another_text_is_refused_unless_it_is_named(here, train):
     assert {path: path.read_bytes() for path in the_run().rglob("*") if path.is_file()} == before
     Path("new.txt").write_text(own.read_text())
     named = train("resume=auto", "name=mine", "data.files=copy.txt")  # the old text under another name
-    assert changes(named.out) == ["data.files ['own.txt'] -> ['copy.txt']"]
+    assert changes(named.out) == ["data.files [own.txt] -> [copy.txt]"]
     assert "the text itself" in train("resume=auto", "name=mine", "data.files=new.txt").out
     assert "trained with tokenizer=characters" in train("resume=auto", "name=mine", "tokenizer=bytes").error
     assert "model.num_layers=2, this run has 4" in train("resume=auto", "name=mine", "model=tiny").error
