@@ -42,9 +42,13 @@ def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) 
         raise ValueError(f"targets has dtype {targets.dtype}; expected torch.int64")
     if targets.device != rows.device:
         raise ValueError(f"targets is on {targets.device} but the rows are on {rows.device}; move them to one device")
-    whole = isinstance(vocab_size, int | torch.SymInt) or hasattr(vocab_size, "__index__")
-    if not whole or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
+    if not is_whole(vocab_size) or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
         raise ValueError(f"vocab_size is {vocab_size}; it must be from 1 to the {columns} columns of the logits")
+
+
+def is_whole(number: object) -> bool:
+    """Whether it is an integer, also one that torch.compile keeps open."""
+    return isinstance(number, int | torch.SymInt) or hasattr(number, "__index__")
 
 
 def check_float(name: str, x: Tensor) -> None:

@@ -13,7 +13,7 @@ from ..call import autocast_dtype
 from ..device import OPERATORS
 from ..flops import register_flop_formulas
 from ..support import refuse_forward_mode, refuse_second_derivative, refuse_torch_func
-from .cross_entropy import check_float, check_targets, cross_entropy_fwd
+from .cross_entropy import check_float, check_targets, cross_entropy_fwd, is_whole
 
 # Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
 # 132 multiprocessors 5,632 rows are one whole wave of dh's tiles. Measured for 65,536 tokens of GPT-2's vocabulary (one
@@ -49,7 +49,7 @@ def linear_cross_entropy(
     refuse_torch_func("linear_cross_entropy", "cross_entropy of the logits", maps=True)
     if chunk_tokens is None:
         chunk_tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
-    elif not (isinstance(chunk_tokens, int | torch.SymInt) or hasattr(chunk_tokens, "__index__")) or chunk_tokens < 1:
+    elif not is_whole(chunk_tokens) or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1, or None")
     register_flop_formulas()
     # evaluation needs no gradient, which leaves out two of the three products
