@@ -76,7 +76,7 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(q, scale) with q * scale about x; scale is 0-d float32. Entries that are not finite stay so in q."""
     largest = torch.finfo(dtype).max
     scale = x.abs().amax().float().clamp(min=LEAST) / largest
-    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
+    return (x / scale[None]).clamp_(-largest, largest).to(dtype), scale  # a float32 vector's quotient is float32
 
 
 def transposed(x: Tensor) -> Tensor:
