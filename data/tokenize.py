@@ -102,7 +102,7 @@ def tokenize(
         try:
             tokens = encoding.encode_to_numpy(text, disallowed_special=(), **begins)
         except ValueError as error:  # GPT-2's pattern and a million blanks in a row
-            if encoding.name == "characters":  # which says what to do about one that it has not seen
+            if from_files or encoding.name == "characters":  # which say what to do
                 raise
             remedy = "break up its longest runs of blanks, or use tokenizer=bytes"
             raise ValueError(f"tokenizer={encoding.name} fails over a part of the text ({error}); {remedy}") from error

@@ -468,7 +468,7 @@ DATA = [
          theirs(WORDS, None)),
     Case("tokenizer: another format", THEIRS, ["tokenizer={p}/theirs has a tokenizer.json of another format"],
          theirs({}, "<eos>")),
-    Case("tokenizer: a word without a token", THEIRS, ["tokenizer={p}/theirs cannot encode the text", "use another"],
+    Case("tokenizer: a word without a token", THEIRS, ["error: tokenizer={p}/theirs cannot encode the text"],
          theirs(WORDS, "<eos>")),
     Case("no cache", ["data.cache_dir="], ["data.cache_dir='' is empty", "~/.cache/flashgpt/data"]),
     Case("cache of nobody", ["data.cache_dir='~nosuchuser/x'"], ["data.cache_dir=~nosuchuser/x names no home"]),
