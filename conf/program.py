@@ -243,7 +243,7 @@ class _Runs(Generic[S]):
 
                 given = [override for override in _as_given() if override not in self.defaults]
                 cfg = with_earlier_settings(cfg, given, run, set(known_keys(self.schema)))
-            _refuse_missing_in_files(cfg if cfg is not composed else None)
+            _refuse_missing_in_files(cfg, composed, self.schema)
             settings = settings_from(cfg, self.schema)
         if self.processes:  # all use the first one's, which are checked
             resolved = OmegaConf.to_container(cfg, resolve=True) if self.is_first else None  # with its ${oc.env:...}
@@ -364,15 +364,15 @@ def changed(settings: S, change: str) -> S:
     return settings_from(cfg, type(settings))
 
 
-def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
+def _refuse_missing_in_files(cfg: DictConfig, composed: DictConfig, schema: type) -> None:
     """Raise ValueError for a ??? in a chosen file, unless the command line has its key: composing drops missing values.
+    The experiment, which comes after the groups, may give a value for theirs.
 
-    resumed: the settings of a resumed run, which may have the value; only the files of groups that were typed are then
-        checked, except an experiment's.
+    cfg: `composed`, or the settings of a resumed run, which may have the value; only the files of groups that were
+        typed are then checked, except an experiment's.
     """
-    choices, typed = HydraConfig.get().runtime.choices, set(map(key_of, _as_given()))
-    groups = [group for group in choices if resumed is None or group in typed - {"experiment"}]
-    for group in groups:
+    choices, typed, resumed = HydraConfig.get().runtime.choices, set(map(key_of, _as_given())), cfg is not composed
+    for group in (group for group in choices if not resumed or group in typed - {"experiment"}):
         name = choices[group]
         found = files_of(group, name)
         if len(found) > 1:
@@ -381,7 +381,9 @@ def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
             continue
         (file,) = found
         for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package_of(file, group)):
-            if key not in typed and (resumed is None or OmegaConf.select(resumed, key) is None):
+            dropped = None if resumed else OmegaConf.select(_typed(schema), key)  # what is left where nothing was given
+            given = group != "experiment" and OmegaConf.select(cfg, key) != dropped
+            if key not in typed and not given:
                 raise ValueError(no_value(key, f"{group}={name}"))
 
 

@@ -505,6 +505,27 @@ def test_our_own_folder_may_be_named_too(tmp_path, monkeypatch, capsys):
     assert "train.steps=0 must be at least 1" in found.error
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("data: {files: mine.txt}", "train.steps=0 must be at least 1"),
+        ("data: {seq_len: 64}", "data.files=??? stands for a value that is missing in data=text"),
+        ("data: {files: '???'}", "data.files=??? stands for a value that is missing"),
+        (
+            "data: {files: mine.txt}\noptim: {lr: '???'}",
+            "optim.lr=??? stands for a value that is missing in experiment=mine",
+        ),
+    ],
+)
+def test_an_experiment_gives_the_values_that_its_groups_want(keys, said, tmp_path, monkeypatch, capsys):
+    (tmp_path / "experiment").mkdir()
+    defaults = "defaults: [override /data: text, override /optim: muon]"
+    (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\n{defaults}\n{keys}\n")
+    found = told("train", [f"--config-dir={tmp_path}", "experiment=mine", "train.steps=0"], monkeypatch, capsys)
+    assert (found.code, found.out) == (EXIT_USER_ERROR, "")
+    assert said in found.error
+
+
 def test_a_refused_run_leaves_no_runs_behind(tmp_path):
     for kept, left in ((None, []), ("runs/name/other", ["other"]), ("runs/another", ["another"])):
         refused = tmp_path / "runs" / "name" / "time"
