@@ -43,18 +43,21 @@ def read_tokenizer(name: str) -> str:
 
     Raises ValueError where there is none.
     """
-    folder = _folder(name)
+    folder, contents = _folder(name), None
     try:
-        contents, config = (json.loads((folder / file).read_text(encoding="utf-8")) for file in FILES)
-        end_of_text = config["eos_token"]
+        contents = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
+        config = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
+        end_of_text = config.get("eos_token")
         end_of_text = end_of_text["content"] if isinstance(end_of_text, dict) else end_of_text
         if not isinstance(end_of_text, str):
             raise ValueError(f"eos_token is {end_of_text!r}")
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = Path(error.filename).name + " is not there" if isinstance(error, FileNotFoundError) else error
+        remedy = "use one of ours, as tokenizer=gpt2"
+        if contents is not None and folder == Path(name):  # the library tokenizers saves the first file alone
+            remedy = f'name one of its tokens as {{"eos_token": "TOKEN"}} in {folder / FILES[1]}, or {remedy}'
         raise ValueError(
-            f"tokenizer={name} has no {' and '.join(FILES)} with an eos_token ({reason}); "
-            "use one of ours, as tokenizer=gpt2"
+            f"tokenizer={name} has no {' and '.join(FILES)} with an eos_token ({reason}); {remedy}"
         ) from error
     return json.dumps({"end_of_text": end_of_text, "tokenizer": contents}, ensure_ascii=False, sort_keys=True)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data import DataConfig, build_tokenizer, open_dataset, tokenizer_from_state, tokenizer_state
 from data.tokenize import PIECE_CHARACTERS, Counts, head, pieces, tail, tokenize
 from data.tokenizer import END_OF_TEXT
-from data.tokenizer_file import FileEncoding
+from data.tokenizer_file import FileEncoding, read_tokenizer
 from data.tokenizer_json import tokenizer_json
 from training.evaluate import whole_words
 
@@ -121,6 +121,22 @@ def words(tmp_path):
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"), [(None, "tokenizer_config.json is not there"), ("{}", "eos_token is None"), ("[]", "list")]
+)
+def test_a_tokenizer_json_alone_wants_an_end_of_text(config, reason, words):
+    """The library tokenizers saves no other file."""
+    file = words / "tokenizer_config.json"
+    file.unlink()
+    if config:
+        file.write_text(config)
+    with pytest.raises(ValueError, match=re.escape(f'{{"eos_token": "TOKEN"}} in {file}, or use one of ours')) as found:
+        read_tokenizer(str(words))
+    assert reason in str(found.value)
+    file.write_text('{"eos_token": "</s>"}')
+    assert FileEncoding(str(words), read_tokenizer(str(words))).eot_token == 0
 
 
 @pytest.mark.parametrize(
