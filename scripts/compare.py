@@ -9,6 +9,7 @@ where each run is now. The last line is one JSON object.
 
 import json
 from dataclasses import dataclass, field
+from os.path import realpath
 from pathlib import Path
 
 from conf.program import program
@@ -31,8 +32,8 @@ class CompareSettings:
 
 @program("tool", CompareSettings, positional="runs")
 def main(settings: CompareSettings, run_dir: Path) -> None:
-    folders = [run for folder in settings.runs for run in runs_below(Path(folder))]
-    print(json.dumps(compare(folders, Path(settings.out))))
+    folders = {realpath(run): run for folder in settings.runs for run in runs_below(Path(folder))}  # each once
+    print(json.dumps(compare(list(folders.values()), Path(settings.out))))
 
 
 if __name__ == "__main__":

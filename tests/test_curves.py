@@ -378,7 +378,7 @@ def test_a_sweep_ends_with_its_table(tmp_path, monkeypatch, capsys, drawn):
     (sweep / "2").mkdir()
     (sweep / "2" / "metrics.jsonl").touch()  # its first step was not finite
     show_sweep([sweep / "0", killed, sweep / "2"])
-    again = told("scripts.compare", [str(sweep), "out=again.png"], monkeypatch, capsys)
+    again = told("scripts.compare", [str(sweep / "0"), str(sweep), "out=again.png"], monkeypatch, capsys)  # 0 once
     rows = json.loads(again.out.splitlines()[-1])["runs"]
     assert [(row["run"], row["state"]) for row in rows] == [("optim.lr=1e-3", "finished"), ("optim.lr=3e-4", "killed")]
     assert [row["steps"] for row in rows] == [2, 2]
