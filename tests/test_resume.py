@@ -332,7 +332,10 @@ def test_a_checkpoint_from_before_there_was_a_key_goes_on(stopped, capsys):
         (("model.rope_base=1e5",), r"trained with model\.rope_base=1e4, this run has 1e5; use 1e4"),
         (("model.tie_embeddings=false",), r"trained with model\.tie_embeddings=true, this run has false"),
         (("tokenizer=bytes",), r"trained with tokenizer=characters, this run has bytes; use tokenizer=characters"),
-        (("data.files=OTHER",), r"trained with tokenizer=characters of \d+ tokens, this run's has \d+ or other ones"),
+        (
+            ("data.files=OTHER",),
+            r"trained with tokenizer=characters of \d+ tokens, this run's has \d+ or other ones; .* leave resume out",
+        ),
         (("train.batch_tokens=1024",), r"train\.batch_tokens=512, this run has 1024; use 512, or begin .* init_from="),
         (("optim=adamw",), r"trained with optim\.name=muon, this run has adamw; use muon"),
     ],

@@ -199,9 +199,13 @@ def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapp
             f"use tokenizer={then['name']}, or leave {here.partition('=')[0]} out"
         )
     if then != tokenizer or checkpoint.meta["vocab_size"] != vocab_size:
+        key = here.partition("=")[0]
+        otherwise = f"leave {key} out"
+        if key == "init_from" and then["name"] == "characters":  # an export keeps its characters
+            otherwise = "train its export on (scripts.export_hf, then model=huggingface model.name=FOLDER)"
         raise ValueError(
             f"{here} was trained with tokenizer={then['name']} of {checkpoint.meta['vocab_size']} tokens, this run's "
-            f"has {vocab_size} or other ones; use the data it was trained on, or leave {here.partition('=')[0]} out"
+            f"has {vocab_size} or other ones; use the data it was trained on, or {otherwise}"
         )
 
 
