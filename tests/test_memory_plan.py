@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def plan(free_gib: float | None, **changes) -> Plan:
 
 
 def refused(made: Plan, **options) -> str:
-    with pytest.raises(ValueError, match="GiB are free on cuda") as caught:
+    with pytest.raises(ValueError, match="GiB are free on cuda; ") as caught:
         made.checked(**options)
     return str(caught.value)
 
@@ -49,7 +50,13 @@ def refused(made: Plan, **options) -> str:
 def test_what_fits_is_left_alone():
     made = plan(80)
     assert made.checked() is made
-    assert re.search(r"fullest in the \w+: .*activations \d\.\d\d.*; 80\.00 GiB free$", str(made))
+    line = str(made)
+    assert re.search(r"fullest in the backward: .*activations \d\.\d\d.*; 80\.00 GiB free$", line)
+    kinds = [float(size) for size in re.findall(r" (\d\.\d\d)(?=[,;])", line.partition(": ")[2])]
+    assert sum(kinds) == pytest.approx(made.peak / GIB, abs=0.05)
+    assert min(kinds) > 0  # others are too small to be named
+    assert "free" not in str(plan(None))
+    assert made.beside(1.5) == f"1.50 GiB at most in two steps; forecast {made.peak / GIB:.2f} GiB"
 
 
 def test_what_does_not_fit_is_refused_with_the_cheapest_changes_and_their_forecasts():
@@ -62,10 +69,38 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_changes_and_their_foreca
     assert all(float(forecast) <= 4.4 / MARGIN for forecast in found.values())
 
 
+def test_of_a_model_of_transformers_what_lives_between_steps_is_known_and_no_remedys_saving(monkeypatch):
+    monkeypatch.setattr(memory, "held_parameters", lambda config: 2**30 // 4)  # weights, gradients, two moments: 4 GiB
+    made = replace(plan(4), model=GPTConfig(name="theirs", attention="sdpa", loss="plain"))
+    assert made.checked() is made
+    less = replace(made, free=3 * GIB)
+    ways = "use a smaller model, train.micro_batch or data.seq_len, model.activation_checkpointing=full or a larger GPU"
+    assert refused(less) == f"train.micro_batch=64 needs 4.00 GiB and 3.00 GiB are free on cuda; {ways}"
+
+
 def test_what_costs_no_time_comes_first():
     message = refused(plan(20, attention="naive", loss="plain"))
     assert re.search(r"what fits: model\.attention=flash \(16\.\d+ GiB\), train\.micro_batch=32 ", message)
     assert "what fits: model.loss=chunked (5.3" in refused(plan(10, loss="plain"))
+
+
+def test_what_is_advised_is_the_fastest_first_and_an_attention_that_can_run(monkeypatch):
+    monkeypatch.setattr(Plan, "peak", 0)  # without a forecast: all that is advised
+
+    def advised(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, features=("causal",), **changes) -> str:
+        made = replace(plan(1, **changes), hardware=Hardware(torch.device(device), dtype, False, ""), features=features)
+        return made.remedies(1)[0].model.attention
+
+    models = [made.model for made in plan(1, attention="naive", loss="plain").remedies(1)]
+    own = models[2]  # with fewer sequences at a time
+    modes = [replace(own, activation_checkpointing=mode) for mode in ("pointwise", "selective", "full")]
+    assert models == [replace(own, attention="flash"), replace(own, loss="chunked"), own, *modes]
+    assert advised(attention="naive") == advised(attention="tiled") == "flash"
+    assert advised(attention="naive", num_heads=2) == "sdpa"  # head_dim 384
+    assert advised(dtype=torch.float64, attention="tiled") == "sdpa"
+    assert advised("cpu", attention="naive") == "sdpa"
+    assert advised("cpu", features=("causal", "window"), attention="tiled") == "tiled"
+    assert advised(attention="sdpa") == "sdpa"
 
 
 def test_where_no_single_change_is_enough_they_come_together():
@@ -98,8 +133,30 @@ def test_auto_takes_the_largest_that_fits(free, expected):
 
 def test_auto_without_a_fitting_micro_batch_says_what_would_fit():
     message = refused(plan(1.7), auto=True)
-    assert message.startswith("train.micro_batch=auto needs ")
-    assert "with a single sequence" in message
+    single = replace(plan(1.7), micro_batch=1).peak / GIB
+    assert message.startswith(f"train.micro_batch=auto needs {single:.2f} GiB with a single sequence and 1.70 GiB are")
+
+
+def test_auto_advises_changes_for_a_single_sequence_or_else_more_of_them_at_a_time(monkeypatch):
+    """Which may need less: fewer micro-batches hold no sums of gradients, so it said that nothing fits."""
+
+    def step_peaks(model, *shape):
+        fixed = {"none": 5.0, "pointwise": 5.0, "selective": 4.0, "full": 3.0}[model.activation_checkpointing]
+        sums = 2 * GIB if shape[-1] < 16 else 0
+        return {
+            "backward": Counter(
+                {("activations", ""): fixed * GIB + shape[-1] * GIB / 20, ("sums of gradients", ""): sums}
+            )
+        }
+
+    monkeypatch.setattr(memory, "_PEAKS", {})
+    monkeypatch.setattr(memory, "step_peaks", step_peaks)
+    for free, fits in ((5.5, "full (5.05 GiB)"), (4.0, "full train.micro_batch=16 (3.80 GiB)")):
+        message = refused(plan(free * MARGIN), auto=True)
+        assert message.endswith(f"; what fits: model.activation_checkpointing={fits}")
+    single = replace(plan(7.05), sequences=1, micro_batch=1)  # near the limit
+    assert single.checked() is single
+    refused(single, auto=True)
 
 
 def test_a_step_is_forecast_once(monkeypatch):
@@ -108,17 +165,17 @@ def test_a_step_is_forecast_once(monkeypatch):
     monkeypatch.setattr(memory, "_PEAKS", {})
     monkeypatch.setattr(memory, "step_peaks", lambda *arguments: asked.append(repr(arguments)) or real(*arguments))
     for _ in range(2):
-        made = plan(0.5, num_layers=1)
-        refused(made)
+        made = plan(None, num_layers=1)
+        assert made.peak > 0
     changed = {"optim": OptimConfig(name="muon"), "vocab_size": 5000, "sequences": 128, "seq_len": 512}
     changed |= {"hardware": replace(made.hardware, dtype=torch.float32), "micro_batch": 32}
     for key, value in changed.items():
         assert replace(made, **{key: value}).peak != made.peak
     assert len(asked) == len(set(asked)) > len(changed)
-    worlds = World(size=2), World(size=2)
-    worlds[1].shards = True
-    replicated, sharded = (replace(made, hardware=replace(made.hardware, world=world)).peak for world in worlds)
-    assert sharded < replicated
+    worlds = World(size=2), World(size=2), World(size=4)
+    worlds[1].shards = worlds[2].shards = True
+    peaks = [replace(made, hardware=replace(made.hardware, world=world)).peak for world in worlds]
+    assert peaks[0] > peaks[1] > peaks[2]
 
 
 def test_auto_knows_that_a_whole_step_may_need_less_than_its_half():
@@ -144,10 +201,16 @@ def test_running_out_of_memory_ends_with_advice():
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     assert "24.00 GiB free at the start; what fits: train.micro_batch=32 (" in str(caught.value)
-    with pytest.raises(ValueError, match="cuda is out of memory, "), advice_when_out_of_memory(plan(24)):
+    with pytest.raises(ValueError, match=r"of 5\.3\d GiB; what fits: "), advice_when_out_of_memory(plan(None)):
         raise MemoryError  # the machine's, as Python says it
+    with (
+        pytest.raises(ValueError, match=r"4\.40 GiB free at the start; ") as caught,
+        advice_when_out_of_memory(plan(4.4)),
+    ):
+        raise MemoryError
+    assert max(map(float, re.findall(r"\((\d+\.\d+) GiB\)", str(caught.value)))) <= 4.4 / MARGIN  # less than was free
     with pytest.raises(RuntimeError, match="other"), advice_when_out_of_memory(plan(24)):
-        raise RuntimeError("other")
+        raise RuntimeError("other memory")
 
 
 # ---- a CPU: what the machine and its control groups leave
@@ -230,13 +293,15 @@ def test_a_model_whose_weights_do_not_fit_is_refused_without_a_forecast(monkeypa
     monkeypatch.setattr(memory, "step_peaks", None)
     with pytest.raises(
         ValueError,
-        match=r"moments of model.num_layers=2 and model.n_embd=768 need 0.59 GiB and 0.10 GiB are free on cpu, limits "
+        match=r"moments of model.num_layers=2 and model.n_embd=768 need 0.59 GiB and 0.50 GiB are free on cpu, limits "
         r"of control groups included; use a smaller model or more memory",
     ):
-        on_cpu(0.1).checked()
+        on_cpu(0.5).checked()
     sharded = replace(on_cpu(None).hardware, world=World(size=4))
     sharded.world.shards = True
     assert replace(on_cpu(0.1), hardware=sharded).least == on_cpu(0.1).least // 4
+    sharded.world.shards = False  # each of the four holds all
+    assert replace(on_cpu(0.1), hardware=sharded).least == on_cpu(0.1).least
 
 
 # ---- in a run
@@ -367,14 +432,19 @@ def test_processes_share_the_memory_of_their_host_and_the_tokens_of_a_row(monkey
     chosen = settings(*SMALL, "data.document_mask=true")
     world = World(size=4)
     world.hosts, world.context = ["a", "a", "a", "b"], 2
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 30 * GIB)
-    monkeypatch.setattr(Plan, "checked", lambda plan, auto: plan)  # without a forecast
+    free, auto = [30 * GIB], []
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free[0])
+    monkeypatch.setattr(Plan, "checked", lambda plan, **asked: auto.append(asked["auto"]) or plan)  # without a forecast
     model = GPTConfig(1, 2, n_embd=32, attention="naive", loss="plain")
     made = memory.plan(chosen, model, replace(set_up(chosen.hardware), world=world), 257, 4)
     assert (made.free, made.seq_len, made.micro_batch) == (10 * GIB, 16, 4)
+    assert made.optim == chosen.optim.resolved(torch.device("cpu"))[0]
     assert "varlen" in made.features
     on_gpu = replace(set_up(chosen.hardware), device=CUDA, world=world)  # which is each process's own
     assert memory.plan(chosen, model, on_gpu, 257, 4).free == 30 * GIB
+    free[0] = None
+    assert memory.plan(chosen, model, replace(on_gpu, device=torch.device("cpu")), 257, 4).free is None
+    assert auto == [False] * 3  # nobody asked
 
 
 @pytest.mark.parametrize("value", ["few", "0", "true"])

@@ -153,10 +153,12 @@ class Plan:
         if not auto and self.peak <= self.free * (1 if self.on_cpu else MARGIN):
             return self
         smallest = replace(self, micro_batch=1) if auto else self
+        # more sequences at a time may need less: sums of gradients are not held
+        advising = smallest if smallest.remedies(limit) else self
         raise DoesNotFit(
             f"train.micro_batch={'auto' if auto else self.micro_batch} needs {smallest.peak / GIB:.2f} GiB "
             f"{'with a single sequence ' if auto else ''}and {free}; "
-            f"{smallest.advice(limit)}"
+            f"{advising.advice(limit)}"
         )
 
     def advice(self, limit: float) -> str:
@@ -225,7 +227,7 @@ def advice_when_out_of_memory(forecast: Plan) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         # PyTorch's CPU allocator has no error class of its own, only its message
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not out_of_memory and not ("DefaultCPUAllocator: " in str(error) and "memory" in str(error)):
+        if not out_of_memory and "DefaultCPUAllocator: " not in str(error):
             raise
         limit = min(forecast.peak if forecast.free is None else forecast.free, forecast.peak) / forecast.margin
         free = "" if forecast.free is None else f" and {forecast.free / GIB:.2f} GiB free at the start"
