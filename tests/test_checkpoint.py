@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.runs import small_run
 from train import train
 from training import checkpoint as checkpoints
 from training import checkpoint_files
+from training.checkpoint import Checkpoint
 from training.checkpoint_files import write_weights
 from training.comparison import state
 from training.log import MetricsFile
@@ -169,6 +171,21 @@ def test_the_best_step_that_is_saved_again_stays_the_best(tmp_path):
     assert checkpoints.best_of(four) == four.path
 
 
+def test_going_back_takes_the_links_along(tmp_path):
+    for step, best in ((4, True), (6, False), (8, True)):
+        save(tmp_path, Net(), step, best=best)
+    back = lambda: checkpoints.go_back(tmp_path, checkpoints.open_checkpoint(tmp_path / "step_000006"))  # noqa: E731
+    described_anew(tmp_path / "step_000006", lambda meta: meta.pop("best_save"))  # of an earlier version
+    back()
+    assert [os.readlink(tmp_path / name) for name in ("last", "best")] == ["step_000006", "step_000008"]
+    described_anew(tmp_path / "step_000006", lambda meta: meta.update(best_save=1))
+    back()
+    assert [os.readlink(tmp_path / name) for name in ("last", "best")] == ["step_000006", "step_000004"]
+    shutil.rmtree(tmp_path / "step_000004")
+    back()
+    assert not os.path.lexists(tmp_path / "best")
+
+
 def described_anew(path, change):
     """Change a checkpoint's description; its manifest fits."""
     meta = json.loads((path / checkpoints.META).read_text())
@@ -197,6 +214,9 @@ def test_the_newest_run_is_the_one_that_saved_last(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         os.utime(save(folder, Net(), 1) / checkpoints.META, (written, written))
     assert given_or_newest(None) == Path("runs/mine/a/checkpoints/last")
+    for folder in ("runs", "runs/mine"):
+        with pytest.raises(ValueError, match=rf"^{folder} is a folder of runs; give one of them, such as runs/mine/b$"):
+            checkpoints.open_checkpoint(folder)
 
 
 def test_a_step_in_the_description_counts_and_not_the_folders_name(tmp_path):
@@ -205,6 +225,8 @@ def test_a_step_in_the_description_counts_and_not_the_folders_name(tmp_path):
     save(tmp_path, Net(), 7).rename(tmp_path / "step_000003")
     assert checkpoints.newest_complete(tmp_path, last_step=3).step == 2
     assert checkpoints.newest_complete(tmp_path, last_step=2).step == 2
+    (save(tmp_path, Net(), 9) / checkpoints.META).write_text("")  # not asked for, so its damage is not reported
+    assert checkpoints.newest_complete(tmp_path, pytest.fail, last_step=3).step == 2
 
 
 # --- a folder that others touched
@@ -273,6 +295,10 @@ def test_a_checkpoint_that_was_moved_and_linked_is_not_lost(tmp_path):
     (tmp_path / "run").mkdir()
     save(tmp_path / "run", Net(), 1).rename(tmp_path / "archived")
     (tmp_path / "run" / "step_000001").symlink_to(tmp_path / "archived")
+    assert checkpoints.open_checkpoint(tmp_path / "run" / "step_000001").is_in(tmp_path / "run")
+    (tmp_path / "run" / "best").symlink_to(tmp_path / "archived")  # as a user makes it
+    assert checkpoints.open_checkpoint(tmp_path / "run" / "best").path == tmp_path / "archived"
+    (tmp_path / "run" / "best").unlink()
     (tmp_path / "run" / "step_000009").write_text("notes")
     save(tmp_path / "run", Net(), 2)
     checkpoints.prune(tmp_path / "run", keep_last=1, keep_every=0)
@@ -356,6 +382,20 @@ def test_damage_is_found_and_the_one_before_is_taken(tmp_path, name, damage):
     assert name in passed_over[0] or damage == "one bit"
 
 
+def test_only_what_is_to_be_read_is_verified(tmp_path):
+    """The weights of a large model take minutes, and are not needed for its settings."""
+    (tmp_path / "checkpoints").mkdir()
+    path = save(tmp_path / "checkpoints", Net(), 1)
+    (path / checkpoints.WEIGHTS).write_bytes(b"damaged")
+    for given in (path, tmp_path):
+        assert checkpoints.open_checkpoint(given, verify=(checkpoints.META,)).step == 1
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        checkpoints.open_checkpoint(path)
+    (path / checkpoints.MANIFEST).write_text("{}")
+    with pytest.raises(ValueError, match=r"checkpoint\.json is damaged"):
+        checkpoints.open_checkpoint(path, verify=(checkpoints.META,))
+
+
 def test_a_pickle_with_code_is_not_run(tmp_path, capsys):
     """Its checksum is right, so only the reader stands in the way."""
 
@@ -367,6 +407,21 @@ def test_a_pickle_with_code_is_not_run(tmp_path, capsys):
     with pytest.raises(ValueError, match="not written by this program"):
         checkpoints.open_checkpoint(path).load_state()
     assert "boom" not in capsys.readouterr().out
+
+
+def test_what_a_forger_wrote_is_refused_though_its_checksums_fit(tmp_path):
+    readers = {checkpoints.WEIGHTS: lambda opened: opened.load_weights(Net()), checkpoints.STATE: Checkpoint.load_state}
+    for file, read in readers.items():
+        path = save(tmp_path, Net(), 1)
+        (path / file).write_bytes(b"")
+        described_anew(path, lambda meta: None)
+        with pytest.raises(ValueError, match=rf"step_000001: {file} cannot be read \(.*\); use another checkpoint$"):
+            read(checkpoints.open_checkpoint(path))
+    for theirs in ("", 7):  # of a model of transformers, its configuration
+        path = save(tmp_path, Net(), 1)
+        described_anew(path, lambda meta, theirs=theirs: meta.update(theirs=theirs))
+        with pytest.raises(ValueError, match=rf"has a {type(theirs).__name__} as its theirs; use another checkpoint$"):
+            checkpoints.open_checkpoint(path).theirs  # noqa: B018
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
@@ -423,8 +478,13 @@ def test_who_goes_on_from_anothers_leaves_the_own_as_they_are(tmp_path):
 def test_a_format_to_come_is_refused(tmp_path):
     path = save(tmp_path, Net(), 1)
     described_anew(path, lambda meta: meta.update(format=checkpoints.FORMAT + 1))
-    with pytest.raises(ValueError, match=rf"has format {checkpoints.FORMAT + 1}, this version reads"):
-        checkpoints.open_checkpoint(path)
+    for provenance, commit in ({"commit": "c0ffee"}, "c0ffee"), (None, None), ("of a form to come", None):
+        described_anew(path, lambda meta, provenance=provenance: meta.update(provenance=provenance))
+        says = (
+            rf"has format {checkpoints.FORMAT + 1}, this version reads .*; use the commit that wrote it \({commit}\)$"
+        )
+        with pytest.raises(ValueError, match=says):
+            checkpoints.open_checkpoint(path)
 
 
 def test_a_damaged_last_one_does_not_keep_a_run_from_its_start(tmp_path):
@@ -506,8 +566,25 @@ def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
     (tmp_path / ".last.99").symlink_to("step_000002")
     (tmp_path / ".best.99").symlink_to("step_000002")
     (tmp_path / ".step_000001.removed.99").mkdir()
+    (tmp_path / ".best.removed.99").mkdir()  # that was a folder, in a copy
+    (tmp_path / ".step_000003.removed.99").symlink_to("step_000001")  # of one that was moved and linked
+    (tmp_path / "step_000004").symlink_to("unmounted")
+    (tmp_path / ".step_000004.replaced.99").mkdir()
     checkpoints.prepare(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000001", "step_000004"]
+
+
+def test_what_a_failed_save_of_this_process_left_is_in_nobodys_way(tmp_path):
+    """Its hidden names are those of the next save."""
+    save(tmp_path, Net(), 1)
+    (tmp_path / f".last.{os.getpid()}").symlink_to("gone")
+    for mark in ("removed", "replaced"):
+        (tmp_path / f".step_000001.{mark}.{os.getpid()}").mkdir()
+        (tmp_path / f".step_000001.{mark}.{os.getpid()}" / "part").touch()
+    for step in (1, 2):
+        save(tmp_path, Net(), step)
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000002"]
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["folder", "link"])
@@ -906,6 +983,40 @@ def test_a_description_is_read_where_it_can_be_walked_over_and_written_again(tmp
             ValueError, match=rf"^checkpoint {tmp_path}: checkpoint.json is damaged; use another checkp"
         ):
             read(text)
+
+
+def test_of_what_a_file_must_hold_the_first_that_is_missing_or_wrong_is_named(tmp_path):
+    form = {"step": int, "of": {"loss": (int, float), "name": str}, "masked": bool}
+    right = {"step": 0, "of": {"loss": 0.5, "name": "x"}, "masked": True}
+
+    def require(values, file):
+        checkpoint_files.require(tmp_path, form, values, file)
+
+    def with_loss(loss):
+        return right | {"of": {"loss": loss, "name": "x"}}
+
+    for values in (right, right | {"step": 2**63 - 1}, with_loss(0), with_loss(1e18)):
+        require(values, checkpoints.META)
+    require(with_loss(math.inf), checkpoints.STATE)  # before there was one
+    for values, says in (
+        (3, "no step"),
+        ({}, "no step"),
+        (right | {"of": {"loss": 1}}, "no of.name"),
+        (right | {"step": "3"}, "a str as its step"),
+        (right | {"step": True}, "a bool as its step"),
+        (right | {"step": -0.5}, "a float as its step"),
+        (right | {"step": -1}, "-1 as its step"),
+        (right | {"step": 2**63}, "a number past 2^63 as its step"),
+        (right | {"of": 3}, "a int as its of"),
+        (with_loss(-0.5), "-0.5 as its of.loss"),
+        (with_loss(math.nan), "nan as its of.loss"),
+        (with_loss(math.inf), "a number past 2^63 as its of.loss"),
+        (right | {"masked": 1}, "a int as its masked"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"^checkpoint {tmp_path}: checkpoint.json has {re.escape(says)}; use ano"
+        ):
+            require(values, checkpoints.META)
 
 
 def test_a_description_has_a_line_for_each_value(tmp_path):

@@ -153,4 +153,6 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 def use_its_commit(meta: dict[str, Any]) -> str:
     """The remedy for a checkpoint of another version."""
-    return f"use the commit that wrote it ({(meta.get('provenance') or {}).get('commit')})"
+    provenance = meta.get("provenance")
+    commit = provenance.get("commit") if isinstance(provenance, Mapping) else None
+    return f"use the commit that wrote it ({commit})"
