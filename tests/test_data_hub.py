@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from conf.program import register
 from conf.schema import Settings
 from data import DataConfig, Dataset, build_tokenizer, hub, open_dataset
+from data.dataset import digest, locate
 from data.hub import within_reach
 from data.textfiles import inspect, lines
 from data.wikitext import articles
@@ -256,6 +257,7 @@ def test_a_folder_of_nothing_is_one_line(tmp_path, cache):
         ({"config": "de"}, 'has no column "text"; choose one of them with data.text_field: n, body'),
         ({"config": "de", "text_field": "n"}, "row 1 of its train split has no text in its column \"n\" (it is 5)"),
         ({"local_dir": "{p}/nowhere"}, "nowhere is not a folder; give a path from"),
+        ({"local_dir": "{p}/set/README.md"}, "README.md is not a folder; give a path from"),
         ({"local_dir": "~nosuchuser/set"}, "data.local_dir=~nosuchuser/set names no home"),
         ({"local_dir": "{p}/set/de", "documents": "wikitext", "text_field": "nothing"}, 'has no column "nothing"'),
         ({"local_dir": "{p}/empty"}, "doesn't contain any data files"),
@@ -295,6 +297,9 @@ def test_a_folder_does_not_pass_for_a_dataset_of_the_hub(folder, cache, monkeypa
     monkeypatch.chdir(folder.parent)
     with pytest.raises(ValueError, match=r"data\.name=set is a folder in .*; use data\.local_dir=set"):
         opened(cache, name="set", config="de", text_field="body")
+    (folder.parent / "corpus").touch()  # as a file of that name does not
+    with pytest.raises(ValueError, match=r"^corpus cannot be had from the Hugging Face hub"):
+        opened(cache, name="corpus")
 
 
 # --- the hub, and its cache
@@ -316,6 +321,21 @@ def test_from_the_hubs_cache(folder, cache, tmp_path, monkeypatch):
     assert text_of(opened(cache, **german, streaming=True), "train") == "de eins|de zwei|de drei"
     shutil.rmtree(tmp_path / "hf")
     assert opened(cache, **german).fingerprint == newest.fingerprint, "a tokenized copy needs no hub"
+
+
+def test_each_key_that_chooses_text_is_of_its_fingerprint():
+    """Or the tokens of another text would be taken from the cache."""
+    asked = {"name": "them/corpus", "config": "de", "revision": "v2", "text_field": "body", "split": "train[:50%]"}
+    changes = [{}, {"validation_split": "test"}, {"validation_split": None}, *({key: asked[key]} for key in asked)]
+    changes += [{"validation_split": None, "validation_fraction": 0.2}]
+    found = set()
+    for documents in ("rows", "wikitext"):
+        plain = {"source": "hub", "name": "us/corpus", "validation_split": "validation", "documents": documents}
+        for change in changes:
+            _, identity, path = locate(DataConfig(**plain | change), "bytes")
+            found.add(digest(identity))
+            assert path.name.startswith(f"{change.get('config', 'corpus')}-bytes-")
+    assert len(found) == 2 * len(changes)
 
 
 def test_slices_that_share_rows_are_refused(folder, cache, tmp_path, monkeypatch):
@@ -448,6 +468,9 @@ def test_wikitext_from_its_own_files(names, tmp_path, cache):
     dataset = wikitext2(cache, local_dir=str(tmp_path))
     assert dataset.manifest["splits"]["train"]["documents"] == 2
     assert list(dataset.tokens) == ["train", "validation"]
+    assert dataset.manifest["about"]["names"] == dict(zip(dataset.tokens, names, strict=True))
+    rows = DataConfig(source="hub", local_dir=str(tmp_path))
+    assert locate(rows, "bytes")[1]["source"] == "hub"  # unless articles are asked for
     for key, value in {
         "split": "train[:1%]", "validation_split": "test", "text_field": "body", "streaming": True,
         "validation_fraction": 0.5,

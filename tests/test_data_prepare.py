@@ -118,6 +118,8 @@ def test_another_column(tmp_path, cache):
     (tmp_path / "a.txt").write_text(TEXT)
     with pytest.raises(ValueError, match="text_field=body names a column, and text files have none"):
         opened(cache, str(tmp_path / "a.txt"), text_field="body")
+    both = opened(cache, [str(path), str(tmp_path / "a.txt")], text_field="body")  # there is a column to name
+    assert both.manifest["about"]["names"] == ["a.jsonl", "a.txt"]
 
 
 def test_a_file_longer_than_a_piece_is_one_document(tmp_path, monkeypatch):
@@ -205,11 +207,13 @@ def test_characters_come_from_the_training_split(tmp_path, cache):
     assert len(list(cache.iterdir())) == 1, "the refused text leaves nothing behind"
 
 
-def test_embedded(cache):
+def test_embedded(cache, monkeypatch):
     dataset = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8), "bytes")
     topics = embedded_topics()
     other = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8, validation_fraction=0.2), "bytes")
     assert other.fingerprint != dataset.fingerprint
+    assert len(other.validation) == pytest.approx(2 * len(dataset.validation), rel=0.02)
+    assert (dataset.train[:] == 256).sum() > 50  # topics are documents
     held_out = bytes(i for i in dataset.validation[:].tolist() if i < 256).decode()
     assert "".join(topics).endswith(held_out)
     assert dataset.manifest["about"]["python"]
@@ -217,6 +221,19 @@ def test_embedded(cache):
     # nothing of any length that is held out was seen in training
     learnt = set("".join(topics)[: -len(held_out)].split("\n\n"))
     assert not [p for p in held_out.split("\n\n") if p in learnt and len(p) >= 40]
+    monkeypatch.setattr("data.sources.embedded_topics", lambda: topics[1:])  # another Python's
+    assert digest(locate(DataConfig(cache_dir=str(cache), seq_len=8), "bytes")[1]) != dataset.fingerprint
+
+
+def test_of_embedded_topics_a_long_paragraph_is_kept_where_it_occurs_first(monkeypatch):
+    long = "x" * 40
+    topics = {
+        "b": f"\nTitle b\n*******\n\n{long}\n\nshort\n\nits own  \nline\n",
+        "a": f"Title a\n\n{long}\n \nshort\n",
+        "c": f"Title c\n\n{long}\n",
+    }
+    monkeypatch.setattr("pydoc_data.topics.topics", topics)
+    assert embedded_topics() == [f"Title a\n\n{long}\n\nshort\n", "Title b\n*******\n\nshort\n\nits own\nline\n"]
 
 
 # --- the cache
@@ -232,7 +249,10 @@ def test_fingerprint_is_of_content(corpus, tmp_path, cache):
     corpus.write_text(TEXT.replace("9", "8", 1))
     os.utime(corpus, ns=(1, 1))
     others.append(opened(cache, str(corpus)))
-    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
+    others.append(opened(cache, [str(corpus), str(moved)]))
+    moved.write_text(TEXT.replace("8", "9", 1))
+    others.append(opened(cache, [str(corpus), str(moved)]))
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 6
 
 
 def test_second_run_touches_nothing(corpus, cache, monkeypatch):

@@ -251,6 +251,7 @@ def test_gpt2_out_of_reach_is_one_line(monkeypatch):
 
 
 @given(st.lists(st.tuples(PROSE.filter(bool), st.booleans()), max_size=6), st.integers(2, 40))
+@example([("a" * 9, True), ("aaa\na\na", True)], 2)  # the first has no cut, which says nothing of the second
 def test_pieces_keep_text_and_documents(fragments, size):
     def documents(stream):
         joined: list[str] = []
