@@ -1074,6 +1074,24 @@ def test_a_folder_that_is_handed_on_is_on_disk_before_its_name_is(tmp_path, monk
     assert events == ["a", folder.name, "rename", tmp_path.name]
 
 
+def test_of_a_folder_that_could_not_be_filled_nothing_is_left(tmp_path):
+    def fill(error):
+        with checkpoint_files.whole_folder(tmp_path / "new" / "deep" / "mine") as folder:
+            (folder / "a").touch()
+            raise error
+
+    full = os.strerror(errno.ENOSPC)
+    named = rf"^\[Errno {errno.ENOSPC}\] {full}: '.*/new/deep/mine'$"
+    for error, says in (
+        (shutil.Error([("a", "b", f"[Errno {errno.ENOSPC}] {full}")]), named),
+        (SafetensorError(f"{full} (os error {errno.ENOSPC})"), named),
+        (OSError("of no number"), "^of no number$"),
+    ):
+        with pytest.raises(OSError, match=says):
+            fill(error)
+        assert list((tmp_path / "new" / "deep").iterdir()) == []
+
+
 @pytest.mark.parametrize("key", ["step", "save"])
 def test_a_description_without_a_count_is_refused(tmp_path, key):
     described_anew(save(tmp_path, Net(), 1), lambda meta: meta.pop(key))
