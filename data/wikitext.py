@@ -41,7 +41,7 @@ def articles(lines: Iterable[str]) -> Iterator[Fragment]:
     before, candidate = True, False  # was the last line blank; was it a title with a blank line before it
     for line in lines:
         blank = not line.strip()
-        if candidate and blank and len(article) > 1:
+        if candidate and blank:
             *done, title = article
             if any(map(str.strip, done)):
                 yield "".join(done), True

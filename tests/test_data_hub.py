@@ -22,7 +22,7 @@ from data import DataConfig, Dataset, build_tokenizer, hub, open_dataset
 from data.dataset import digest, locate
 from data.hub import within_reach
 from data.textfiles import inspect, lines
-from data.wikitext import articles
+from data.wikitext import articles, find
 
 ROOT = Path(__file__).resolve().parents[1]
 WIKITEXT = os.environ.get("WIKITEXT_103")  # a folder with WikiText-103's own files
@@ -459,6 +459,13 @@ def test_articles_begin_at_titles():
     assert [first for _, first in found] == [True, True]
     assert "".join(text for text, _ in found) == "".join(WIKI_LINES)
     assert found[1][0] == " = Next one = \n \n last . \n \n"
+    assert list(articles([])) == []
+
+
+def test_of_wikitexts_own_files_the_first_name_that_exists_is_read(tmp_path):
+    for name in ("wiki.train.raw", "train.txt", "validation.txt"):
+        (tmp_path / name).touch()
+    assert find(tmp_path) == {"train": tmp_path / "train.txt", "validation": tmp_path / "validation.txt"}
 
 
 @pytest.mark.parametrize("names", [("train.txt", "valid.txt"), ("wiki.train.head.raw", "wiki.valid.raw")])
