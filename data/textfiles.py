@@ -161,7 +161,7 @@ def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
             if not isinstance(text, str):
                 raise ValueError(
                     f'{file.path}: row {number} has no text in its column "{field}" (it is {reprlib.repr(text)}); '
-                    "drop it"
+                    "drop it, or choose another column with data.text_field"
                 )
             if text:
                 yield text, True

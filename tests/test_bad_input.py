@@ -455,7 +455,8 @@ DATA = [
     Case("parquet: flipped bytes", PARQUET, ["{p}/x.parquet cannot be read as parquet"], parquet(
         {"text": ROWS}, flip=slice(20, 60))),
     Case("parquet: no text", PARQUET, ['no column "text", only body'], parquet({"body": ROWS})),
-    Case("parquet: numbers", PARQUET, ["x.parquet: row 1 has no text"], parquet({"text": [1, 2, 3]})),
+    Case("parquet: numbers", PARQUET, ["x.parquet: row 1 has no text", "choose another column with data.text_field"],
+         parquet({"text": [1, 2, 3]})),
     Case("parquet: no rows", PARQUET, ["train split has 0"], parquet({"text": pa.array([], pa.string())})),
     Case("JSONL: cut", JSONL, ["{p}/x.jsonl cannot be read as json"], text(b'{"text": "a"}\n{"text":', "x.jsonl")),
     Case("JSONL: no text", JSONL, ['no column "text", only body'], text(b'{"body": "a"}\n', "x.jsonl")),
