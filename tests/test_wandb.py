@@ -230,6 +230,8 @@ def test_metrics_are_grouped_as_the_field_has_them(tmp_path, begun, capsys, one_
         *("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/perplexity", "val/bits_per_byte")
     }
     assert run.rows[-1]["val/loss"] == run.summary["val/loss"] == logged["val_loss"]
+    assert {"stopped": "", "unsaved": ""}.items() <= run.summary.items()
+    assert None not in run.summary.values()  # for which wandb would import pandas
     offline = "wandb offline (logger.wandb=offline), without console output, system metrics and git remote; later: "
     said = capsys.readouterr().out
     assert f"{offline}{shell_command('wandb', 'sync', str(Path(run.dir).parent))}\n" in said

@@ -181,7 +181,9 @@ class RunLog:
                 _write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
-        self._with_wandb(lambda run: run.summary.update(named(summary)))
+        # to send a None wandb imports pandas, which takes a second
+        texts = {key: summary[key] or "" for key in ("stopped", "unsaved", "checkpoint")}
+        self._with_wandb(lambda run: run.summary.update(named(summary) | texts))
         if self.lines:  # a run that stopped before its first line has nothing to draw
             self.picture.draw(last=True)
         if stop and checkpoint is None:
