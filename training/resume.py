@@ -190,16 +190,15 @@ def _held_out_anew(before: Mapping[str, Any], now: Mapping[str, Any], splitting:
 
 
 def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapping[str, str], vocab_size: int) -> None:
-    then = checkpoint.meta["tokenizer"]
+    then, key = checkpoint.meta["tokenizer"], here.partition("=")[0]
     if tokenizer["alphabet"] and then.get("alphabet") == tokenizer["alphabet"]:
         then = then | {"name": tokenizer["name"]}  # a folder may have been moved: only its contents count
     if then["name"] != tokenizer["name"]:
         raise ValueError(
             f"{here} was trained with tokenizer={then['name']}, this run has {tokenizer['name']}; "
-            f"use tokenizer={then['name']}, or leave {here.partition('=')[0]} out"
+            f"use tokenizer={then['name']}, or leave {key} out"
         )
     if then != tokenizer or checkpoint.meta["vocab_size"] != vocab_size:
-        key = here.partition("=")[0]
         otherwise = f"leave {key} out"
         if key == "init_from" and then["name"] == "characters":  # an export keeps its characters
             otherwise = "train its export on (scripts.export_hf, then model=huggingface model.name=FOLDER)"

@@ -110,7 +110,7 @@ class Tracker(TorchDispatchMode):
             return True  # not a copy: it is gathered in this dtype, and counted elsewhere
         # Compiled, copies in 8 bits are made again in backward. Those of narrow layers are counted all the same, for
         # the float32 copies that backward then holds: together within 6 % of what an H200 allocates
-        in_down = self._modules and self._modules[-1].endswith(".mlp.down")
+        in_down = bool(self._modules) and self._modules[-1].endswith(".mlp.down")
         return self.compiled and in_down and out.dtype == torch.float8_e4m3fn
 
     def _allocated_inside(self, function, args: tuple) -> int:
